@@ -1,0 +1,176 @@
+"""The graph: a captured training step as frozen data.
+
+`Graph` is what `autoplan.capture` returns and everything later reads. It is one forward pass over
+the *global* batch with the loss at its end, in canonical form (docs/concepts.md): functional, masks that
+depend on no input folded to constants, mean losses written as sum over count.
+
+Factors. Every tensor dimension is a product of factors, outermost first, each an integer id into
+`Graph.factor_sizes`. Two dimensions that share an id are the same index set. The factor of the batch
+is `Graph.batch_factor`.
+
+Loops. An operator's `loops` are those of its loop indices that a mesh axis may divide; what is not
+listed stays whole. A loop says where it lies in each operand and output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
+from runtime.instr import Instr, TensorSpec, uses
+
+ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the graph. `dims[d]` lists the factor ids of dimension d; () is a dimension of 1."""
+
+    name: str
+    spec: TensorSpec
+    kind: ValueKind
+    dims: tuple[tuple[int, ...], ...]
+    requires_grad: bool  # a gradient reaches it in training
+    fqn: str = ""  # the model's own name: first of `aliases` (parameter, buffer), path in the batch (input: "labels", "0")
+    aliases: tuple[str, ...] = ()  # every name of a tied parameter or buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop index of an operator that may be divided among the ranks of an axis.
+
+    `reads[i]` is where it lies in operand i (None: operand i does not carry it and is read VARY);
+    `writes[j]` where it lies in output j (None: output j does not carry it).
+    kind "map": independent iterations. "sum": outputs that do not carry it become PARTIAL.
+    "inner": the op itself communicates over it; outputs that do not carry it are WHOLE.
+    `lowering` names the runtime function that replaces the op when this loop is divided ("": the op itself
+    on local operands, sizes in its arguments localised). `inner` lists that function's own collectives as
+    (kind, index of the value whose elements they move: ("in"|"out", i), pass).
+    `whole` operands are read WHOLE, not VARY, although they do not carry the loop (integer operands; no gradient).
+    """
+
+    label: str
+    factor: int
+    kind: Literal["map", "sum", "inner"]
+    reads: tuple[Split | None, ...]
+    writes: tuple[Split | None, ...]
+    lowering: str = ""
+    inner: tuple[tuple[str, tuple[str, int], str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run an op on one mesh axis: how it reads its operands, how its outputs lie.
+
+    `label` is "whole", the label of the divided loop, or "partial:i,j" (the op is linear in operands i, j
+    jointly and passes their partial sums on).
+    """
+
+    label: str
+    reads: tuple[Layout, ...]
+    writes: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator. `operands` are the tensor arguments in the order of `runtime.instr.uses`."""
+
+    instr: Instr
+    loops: tuple[Loop, ...]
+    linear_in: tuple[tuple[int, ...], ...]  # sets of operands in which the op is jointly linear
+    module: str  # path of the module that it came from ("model.layers.0.mlp.up_proj"), "" at the root
+    source: str  # "file.py:123, in forward" of the user's line
+    flops: int  # of the forward pass, whole
+    saved: tuple[str, ...]  # names of values that autograd keeps for the backward pass
+    saved_extra_bytes: int = 0  # kept besides (softmax statistics, dropout masks), whole
+    random: bool = False
+    proved: bool = True  # its loops were checked by the shard simulator (or the rule is a built-in, proved in tests)
+
+    @property
+    def name(self) -> str:
+        return self.instr.name
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return uses(self.instr)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(o.name for o in self.instr.outputs if o.spec is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of consecutive ops [start, stop) that a stage holds whole. Equal `pattern`: same structure."""
+
+    name: str  # module path ("model.layers.3"), or "prologue" / "epilogue" / "part.2"
+    start: int
+    stop: int
+    pattern: str
+    layer: bool = False  # one of the model's repeated layers, as `Constraints.stage_layers` counts them
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured training step. See the module's text."""
+
+    name: str
+    values: Mapping[str, Value]
+    ops: tuple[Op, ...]  # topological order
+    blocks: tuple[Block, ...]  # cover `ops` without gap or overlap
+    factor_sizes: tuple[int, ...]
+    batch_factor: int | None
+    loss: str | None  # value name of the scalar loss; None: captured without one
+    outputs: tuple[str, ...]  # value names of the model's other outputs, in their order
+    buffer_updates: tuple[tuple[str, str], ...]  # (buffer value, value that replaces it after a step)
+    fingerprint: str
+    constants: Mapping[str, Any] = field(compare=False, repr=False, default_factory=dict)  # value name -> CPU tensor
+    training: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def producer(self) -> Mapping[str, int]:
+        """Value name -> index of the op that defines it."""
+        return {out: i for i, op in enumerate(self.ops) for out in op.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[int, ...]]:
+        """Value name -> indices of the ops that read it, ascending, each once."""
+        found: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for name in dict.fromkeys(op.operands):
+                found.setdefault(name, []).append(i)
+        return {name: tuple(where) for name, where in found.items()}
+
+    @cached_property
+    def batch_size(self) -> int | None:
+        return None if self.batch_factor is None else self.factor_sizes[self.batch_factor]
+
+    def parameters(self) -> tuple[Value, ...]:
+        return tuple(v for v in self.values.values() if v.kind == "parameter")
+
+    def inputs(self) -> tuple[Value, ...]:
+        return tuple(v for v in self.values.values() if v.kind == "input")
+
+
+def options(graph: Graph, op: Op, degree: int) -> tuple[Option, ...]:
+    """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, then partial sums."""
+    operands, outputs = op.operands, op.outputs
+    grads = [graph.values[name].requires_grad for name in operands]
+    found = [Option("whole", (WHOLE,) * len(operands), (WHOLE,) * len(outputs))]
+    if degree == 1:
+        return tuple(found)
+    unused = [VARY if grad else WHOLE for grad in grads]
+    for loop in op.loops:
+        if graph.factor_sizes[loop.factor] % degree:
+            continue
+        reads = tuple(where if where is not None else unused[i] for i, where in enumerate(loop.reads))
+        rest = PARTIAL if loop.kind == "sum" else WHOLE
+        found.append(Option(loop.label, reads, tuple(where if where is not None else rest for where in loop.writes)))
+    for group in op.linear_in:
+        reads = tuple(PARTIAL if i in group else unused[i] for i in range(len(operands)))
+        found.append(Option("partial:" + ",".join(map(str, group)), reads, (PARTIAL,) * len(outputs)))
+    return tuple(found)

@@ -1,0 +1,87 @@
+"""The plan: what was decided, why, and what it is predicted to cost. Frozen, readable, versioned JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.forecast import CollectiveUse, Forecast
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How the blocks of one pattern run on the tensor axis.
+
+    `splits` maps op name, as in the pattern's first block, to its option label (autoplan.graph.options); ops that
+    are not listed run whole. `boundary` maps each value that enters or leaves the block to its layout on the
+    tensor axis ("whole", "split(1.0)"), equal on both sides of a boundary.
+    """
+
+    pattern: str
+    example: str  # name of the pattern's first block
+    splits: Mapping[str, str]
+    boundary: Mapping[str, str]
+    recompute: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Blocks [start, stop) of the graph, by name of the first and last."""
+
+    start: int
+    stop: int
+    first: str
+    last: str
+    rank: int  # "pp" coordinate
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A runner-up: its degrees, its forecast, and why it lost."""
+
+    summary: str
+    step_time_s: float
+    peak_memory_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete decision for one model on one cluster at one global batch.
+
+    `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("tp", 2)). `space` lists every axis that was
+    searched with its values. JSON form: autoplan/planfile.py.
+    """
+
+    model: str
+    model_fingerprint: str
+    cluster: str
+    cluster_fingerprint: str
+    global_batch: int
+    micro_batch_size: int
+    num_micro_batches: int
+    axes: tuple[tuple[str, int], ...]
+    zero: int
+    zero_group: int | None
+    schedule: str
+    num_chunks: int
+    precision: str | None
+    optimizer: str
+    stages: tuple[StagePlan, ...]
+    blocks: tuple[BlockPlan, ...]
+    forecast: Forecast
+    gap: float
+    space: Mapping[str, tuple]
+    alternatives: tuple[Alternative, ...] = ()
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    version: int = PLAN_VERSION
+
+    def degree(self, axis: str) -> int:
+        return dict(self.axes).get(axis, 1)
+
+    @property
+    def collectives(self) -> tuple[CollectiveUse, ...]:
+        return self.forecast.collectives

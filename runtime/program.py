@@ -1,0 +1,151 @@
+"""The program: everything that one class of ranks does in a training step, as frozen data.
+
+A program is made for one stage coordinate of the mesh (all ranks that differ only on the data and
+tensor axes run the same text; rank-dependent slices are computed from the rank's coordinates). It is
+printable and parses back (runtime/text.py).
+
+Layout of a step:
+
+    preamble     values that depend on the batch alone (counts of valid labels), for the whole local batch
+    actions      the pipeline schedule: forward, backward, transfers (runtime/schedule.py)
+    reductions   deferred sums of gradients: data axis, tensor axis, tied stages
+    updates      buffers written once (BatchNorm statistics)
+
+Mesh axes are named "pp", "dp", "tp" (more may follow); rank = row-major index in `axes` order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.instr import Instr, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rank's part of one dimension on one axis.
+
+    The dimension is seen as [outer, size, inner] (product = the dimension's length before this chunking)
+    and rank r of p keeps `size/p` consecutive entries of the middle one.
+    """
+
+    axis: str
+    dim: int
+    outer: int
+    size: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor at rest: parameter, buffer or constant.
+
+    `shape` is the dense shape under the model's own name; the local tensor is the dense one cut by `chunks`
+    in order. `partial` names the axes over which local gradients are a partial sum until the deferred reduction.
+    `stages` holds every stage that keeps a copy (a tied parameter has several; its gradients are summed over them).
+    """
+
+    name: str  # value name in the blocks
+    fqn: str
+    aliases: tuple[str, ...]
+    kind: Literal["parameter", "buffer", "constant"]
+    spec: TensorSpec  # dense
+    chunks: tuple[Chunk, ...]
+    requires_grad: bool
+    partial: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A batch input of a stage. `batch_dim` None: the same for every row (not cut by micro-batch or data rank)."""
+
+    name: str
+    path: str  # where it is in the batch: "input_ids", "0", "pair.1"
+    spec: TensorSpec  # of the global example batch
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCode:
+    """The local instructions of one block for one number of rows.
+
+    `inputs` are values from earlier blocks, feeds or the preamble; `stored` values at rest that it reads;
+    `outputs` values that later blocks or stages read. Collectives are instructions of runtime/collective.py.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    stored: tuple[str, ...]
+    instrs: tuple[Instr, ...]
+    outputs: tuple[str, ...]
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One value that travels from stage `src` to stage `dst` for each micro-batch; its gradient travels back.
+
+    `spec` is the local tensor's. Both stages have equal data and tensor coordinates for the ranks that pair up.
+    """
+
+    value: str
+    src: int
+    dst: int
+    spec: TensorSpec
+    grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a stage runs for a micro-batch of `rows` rows a data rank."""
+
+    rows: int
+    blocks: tuple[BlockCode, ...]
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows [start, stop) of the global batch that this data rank takes as one micro-batch."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageCode:
+    """One stage: its tensors at rest and one body for each number of rows that occurs."""
+
+    index: int
+    stored: tuple[Stored, ...]
+    feeds: tuple[Feed, ...]
+    bodies: tuple[Body, ...]
+    loss: str | None  # value name; a partial sum over micro-batches and, if `loss_partial`, over the data axis
+    loss_partial: tuple[str, ...]  # axes over which the local loss is a partial sum
+    updates: tuple[tuple[str, str], ...]  # (buffer, value) written after the step
+    predictions: tuple[str, ...] = ()  # the model's outputs that this stage holds (evaluation programs)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the ranks at one "pp" coordinate run in a step."""
+
+    axes: tuple[tuple[str, int], ...]  # (("pp", 2), ("dp", 2), ("tp", 2))
+    num_stages: int
+    stage_ranks: tuple[int, ...]  # "pp" coordinate of each stage: (0, 1) or (0, 1, 1, 0)
+    stages: tuple[StageCode, ...]  # those of this coordinate
+    schedule: str  # "gpipe", "1f1b", ...
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]  # per data rank
+    preamble: BlockCode | None  # over all the rank's own rows; its outputs feed every micro-batch, never split
+    preamble_feeds: tuple[Feed, ...]
+    preamble_rows: tuple[int, ...]  # rows per data rank that the preamble was lowered for
+    zero: int
+    zero_group: int | None
+    global_rows: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches[0])
