@@ -1,0 +1,335 @@
+"""Lowering: a plan and a graph become one program for each pipeline coordinate.
+
+Every operator has an option on the data axis (autoplan/batchaxis.py) and on each tensor axis (the plan's splits); the emitter
+(autoplan/variants.py) writes the local instructions with the collectives that follow. What is decided here:
+
+- **At rest.** A parameter rests split on a tensor axis if every use reads it so; otherwise whole. Where every use of a whole parameter
+  is "vary", no collective is placed: its gradient stays a partial sum until the step's reduction (`Stored.partial`).
+- **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step.
+- **Cuts.** A value made in one stage and read in later ones travels once to each of them, as it lies where it is made.
+- **Rows.** Rows are dealt to the data ranks as evenly as possible, then to micro-batches; each number of rows that
+  occurs gets a body of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.batchaxis import BatchAxis, batch_axis, step_ops, training_results
+from autoplan.errors import UsageError
+from autoplan.graph import Graph, Option, options
+from autoplan.layout import VARY, WHOLE, Layout, Split
+from autoplan.peephole import fuse_bias
+from autoplan.plan import Plan
+from autoplan.variants import AxisAssignment, Emitter, Rows
+from runtime.instr import uses
+from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, StageCode, Stored, Transfer
+
+TENSOR_AXES = ("tp",)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What every stage of one lowering shares."""
+
+    graph: Graph
+    plan: Plan
+    batch: BatchAxis
+    axes: tuple[AxisAssignment, ...]
+    ops: tuple[int, ...]  # of the step, in order
+    results: tuple[str, ...]
+    stage_of_op: Mapping[int, int]
+    given: Mapping[str, str]  # value made by the preamble -> its local name
+
+
+def row_shares(num_rows: int, num_parts: int) -> tuple[int, ...]:
+    """`num_rows` dealt to `num_parts` as evenly as possible, larger shares first."""
+    return tuple(num_rows // num_parts + (part < num_rows % num_parts) for part in range(num_parts))
+
+
+def deal_rows(plan: Plan, global_rows: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Rows of every micro-batch of every data rank. Raises UsageError where a data rank would get no row."""
+    dp = plan.degree("dp")
+    shares = row_shares(global_rows, dp)
+    if shares[-1] == 0:
+        raise UsageError(f"a batch of {global_rows} rows does not reach {dp} data ranks: give at least {dp} rows, or plan with a smaller dp.")
+    count = plan.num_micro_batches
+    if count > 1 and global_rows != plan.global_batch:
+        count = min(math.ceil(shares[0] / plan.micro_batch_size), shares[-1])
+    if count > shares[-1]:
+        raise UsageError(
+            f"a batch of {global_rows} rows gives a data rank {shares[-1]} rows, which do not fill {count} micro-batches: give at least {count * dp} rows."
+        )
+    dealt, start = [], 0
+    for share in shares:
+        pieces = []
+        for rows in row_shares(share, count):
+            pieces.append(MicroBatch(start, start + rows))
+            start += rows
+        dealt.append(tuple(pieces))
+    return tuple(dealt)
+
+
+def tensor_options(graph: Graph, plan: Plan, degree: int) -> tuple[Option, ...]:
+    """The option of every operator on the tensor axis, from the plan's splits by block pattern."""
+    by_pattern = {block.pattern: block for block in plan.blocks}
+    first = {block.pattern: block for block in reversed(graph.blocks)}
+    chosen: list[Option] = []
+    for block in graph.blocks:
+        splits = by_pattern[block.pattern].splits if block.pattern in by_pattern else {}
+        model = first[block.pattern]
+        for offset in range(block.stop - block.start):
+            op = graph.ops[block.start + offset]
+            label = splits.get(graph.ops[model.start + offset].name, "whole")
+            found = next((option for option in options(graph, op, degree) if option.label == label), None)
+            if found is None:
+                raise UsageError(
+                    f"the plan splits {op.name} ({op.instr.target} in {op.module}) as {label!r}, which {degree} ranks cannot: plan again for this model."
+                )
+            chosen.append(found)
+    return tuple(chosen)
+
+
+def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank: int = 0, outputs: bool = False) -> tuple[Program, ...]:
+    """One program for each "pp" coordinate, for a global batch of `global_rows` rows (default: the plan's).
+
+    `data_rank` matters only to the preamble where data ranks have unequal rows. `outputs` keeps the model's outputs besides
+    the loss (evaluation). Raises UsageError for rows that cannot be dealt.
+    """
+    rows = plan.global_batch if global_rows is None else global_rows
+    context = _context(plan, graph, outputs)
+    dealt = deal_rows(plan, rows)
+    if len(dealt[0]) > 1 and context.batch.blocker is not None:
+        raise UsageError(f"the plan has {len(dealt[0])} micro-batches, but {context.batch.blocker}: use one micro-batch.")
+    sizes = sorted({mb.stop - mb.start for share in dealt for mb in share}, reverse=True)
+    local_rows = tuple(share[-1].stop - share[0].start for share in dealt)
+    preamble, feeds, given = _preamble(context, Rows(local_rows[data_rank], rows, 1 / plan.degree("dp"), len(set(local_rows)) == 1))
+    context = replace(context, given=given)
+    needs = _parameter_needs(context)
+    context = replace(context, axes=_with_rest(context, needs))
+    share = 1 / (plan.degree("dp") * len(dealt[0]))
+    stages = []
+    for number in range(len(plan.stages)):
+        lowered = [_stage(context, number, needs, Rows(size, rows, share, len(set(local_rows)) == 1)) for size in sizes]
+        stages.append(replace(lowered[0], bodies=tuple(stage.bodies[0] for stage in lowered)))
+    stages = _with_sends(stages)
+    stage_ranks = tuple(stage.rank for stage in plan.stages)
+    programs = []
+    for coordinate in range(plan.degree("pp")):
+        own = tuple(stage for stage in stages if stage_ranks[stage.index] == coordinate)
+        wanted = preamble is not None and any(name in block.inputs for s in own for body in s.bodies for block in body.blocks for name in preamble.outputs)
+        programs.append(
+            Program(
+                axes=plan.axes,
+                num_stages=len(plan.stages),
+                stage_ranks=stage_ranks,
+                stages=own,
+                schedule=plan.schedule,
+                micro_batches=dealt,
+                preamble=preamble if wanted else None,
+                preamble_feeds=feeds if wanted else (),
+                preamble_rows=local_rows,
+                zero=plan.zero,
+                zero_group=plan.zero_group,
+                global_rows=rows,
+            )
+        )
+    return tuple(programs)
+
+
+def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:
+    batch = batch_axis(graph)
+    inputs = {name: WHOLE for name in graph.values if graph.values[name].kind != "activation"} | dict.fromkeys(batch.preamble_outputs, WHOLE)
+    data_rest = {name: batch.layouts[name] for name in inputs}
+    axes = [AxisAssignment("dp", plan.degree("dp"), batch.options, data_rest)]
+    for axis in TENSOR_AXES:
+        axes.append(AxisAssignment(axis, plan.degree(axis), tensor_options(graph, plan, plan.degree(axis)), inputs))
+    results = training_results(graph) + (graph.outputs if outputs and graph.loss is not None else ())
+    ops = step_ops(graph, results, frozenset(batch.preamble_outputs))
+    stage_of_block = {block: number for number, stage in enumerate(plan.stages) for block in range(stage.start, stage.stop)}
+    stage_of_op = {i: stage_of_block[number] for number, block in enumerate(graph.blocks) for i in range(block.start, block.stop)}
+    return _Context(graph, plan, batch, tuple(axes), ops, results, stage_of_op, {})
+
+
+def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Feed, ...], dict[str, str]]:
+    graph, batch = context.graph, context.batch
+    if not batch.preamble_outputs:
+        return None, (), {}
+    whole = [Option("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.outputs)) for op in graph.ops]
+    made = set(batch.preamble_outputs)
+    before = replace(context.axes[0], rest={name: layout for name, layout in context.axes[0].rest.items() if name not in made})
+    rest = dict.fromkeys(before.rest, WHOLE)
+    emitter = Emitter(graph, [before, *(replace(axis, options=whole, rest=rest) for axis in context.axes[1:])], rows, {})
+    emitter.begin()
+    for index in batch.preamble:
+        emitter.emit(index)
+    need = (WHOLE,) * len(context.axes)
+    given = {name: emitter.read(name, need) for name in batch.preamble_outputs}
+    code = BlockCode("preamble", tuple(emitter.external), tuple(emitter.stored), tuple(emitter.pieces[0]), tuple(dict.fromkeys(given.values())))
+    assert not emitter.stored, "the preamble reads the batch alone"
+    return code, tuple(_feed(graph, name) for name in emitter.external), given
+
+
+def _feed(graph: Graph, name: str) -> Feed:
+    value = graph.values[name]
+    has_rows = bool(value.dims) and graph.batch_factor is not None and graph.batch_factor in value.dims[0]
+    return Feed(name, value.fqn, value.spec, 0 if has_rows else None)
+
+
+def _parameter_needs(context: _Context) -> dict[str, tuple[tuple[Layout, ...], ...]]:
+    """For every parameter or buffer: how it is read on each axis, over all its uses (one tuple for each axis)."""
+    graph = context.graph
+    found: dict[str, list[dict[Layout, None]]] = {}
+    for index in context.ops:
+        for i, name in enumerate(graph.ops[index].operands):
+            if graph.values[name].kind in ("parameter", "buffer"):
+                uses = found.setdefault(name, [{} for _ in context.axes])
+                for axis, seen in zip(context.axes, uses, strict=True):
+                    seen[axis.options[index].reads[i]] = None
+    return {name: tuple(tuple(seen) for seen in uses) for name, uses in found.items()}
+
+
+def _with_rest(context: _Context, needs: Mapping[str, tuple[tuple[Layout, ...], ...]]) -> tuple[AxisAssignment, ...]:
+    """The tensor axes with the layout at rest of every parameter and buffer."""
+    axes = [context.axes[0]]
+    for number, axis in enumerate(context.axes[1:], start=1):
+        rest = dict(axis.rest)
+        for name, by_axis in needs.items():
+            reads = by_axis[number]
+            if len(reads) == 1 and isinstance(reads[0], Split):
+                rest[name] = reads[0]
+            elif reads == (VARY,):
+                rest[name] = VARY
+        axes.append(replace(axis, rest=rest))
+    return tuple(axes)
+
+
+def _stage(context: _Context, number: int, needs: Mapping[str, object], rows: Rows) -> StageCode:
+    """Lower one stage for one number of rows."""
+    graph, plan = context.graph, context.plan
+    emitter = Emitter(graph, context.axes, rows, context.given)
+    spans = range(plan.stages[number].start, plan.stages[number].stop)
+    step = frozenset(context.ops)
+    for block in spans:
+        emitter.begin()
+        for index in range(graph.blocks[block].start, graph.blocks[block].stop):
+            if index in step:
+                emitter.emit(index)
+    if not emitter.pieces:
+        emitter.begin()
+    finals, loss = _finals(context, emitter, number)
+    leaving = _leaving(context, number)
+    for name in leaving:
+        emitter.read(name, emitter.produced(name))
+    keep = {*finals.values(), *leaving, *([loss] if loss else [])}
+    codes = _blocks(context, emitter, spans, keep)
+    updates = tuple((buffer, finals[value]) for buffer, value in graph.buffer_updates if value in finals)
+    updated = [buffer for buffer, _ in updates if buffer not in emitter.stored]
+    for name in updated:
+        emitter.read(name, emitter.produced(name))
+    feeds = tuple(_feed(graph, name) for local, name in emitter.external.items() if graph.values[name].kind == "input")
+    receives = tuple(_receives(context, emitter, number))
+    partial = () if loss is None or context.batch.layouts.get(graph.loss or "", WHOLE) == WHOLE else ("dp",)
+    predictions = tuple(finals[name] for name in graph.outputs if name in finals)
+    for value in graph.values.values():
+        if number == 0 and value.kind in ("parameter", "buffer") and value.name not in needs and value.name not in emitter.stored:
+            emitter.read(value.name, emitter.produced(value.name))  # what the step does not use is kept by the first stage
+    stored = tuple(_stored(context, emitter, local) for local in emitter.stored)
+    return StageCode(number, stored, feeds, (Body(rows.local, codes, receives, ()),), loss, partial, updates, predictions)
+
+
+def _finals(context: _Context, emitter: Emitter, number: int) -> tuple[dict[str, str], str | None]:
+    """Local names of the step's results that this stage makes: buffers as they rest, outputs and loss complete on tensor axes."""
+    graph = context.graph
+    finals: dict[str, str] = {}
+    loss = None
+    for buffer, value in graph.buffer_updates:
+        if context.stage_of_op.get(graph.producer.get(value, -1)) == number:
+            finals[value] = emitter.read(value, emitter.produced(buffer))
+    for name in context.results:
+        if context.stage_of_op.get(graph.producer.get(name, -1)) != number or name in finals:
+            continue
+        data = context.batch.layouts[name]
+        local = emitter.read(name, (data, *(WHOLE for _ in context.axes[1:])))
+        if name == graph.loss:
+            loss = local
+        else:
+            finals[name] = local
+    return finals, loss
+
+
+def _leaving(context: _Context, number: int) -> tuple[str, ...]:
+    """Values made in this stage that a later stage reads, in the order in which they are made."""
+    graph, step = context.graph, frozenset(context.ops)
+    found: list[str] = []
+    for index in context.ops:
+        if context.stage_of_op[index] == number:
+            for name in graph.ops[index].outputs:
+                if name not in context.given and any(c in step and context.stage_of_op[c] != number for c in graph.consumers.get(name, ())):
+                    found.append(name)
+    return tuple(found)
+
+
+def _receives(context: _Context, emitter: Emitter, number: int) -> list[Transfer]:
+    graph = context.graph
+    found = []
+    for local, name in emitter.external.items():
+        if graph.values[name].kind == "activation" and name not in context.given:
+            source = context.stage_of_op[graph.producer[name]]
+            found.append(Transfer(local, source, number, emitter.specs[local], graph.values[name].requires_grad))
+    return found
+
+
+def _blocks(context: _Context, emitter: Emitter, spans: range, keep: set[str]) -> tuple[BlockCode, ...]:
+    """The stage's blocks with what crosses between them."""
+    graph = context.graph
+    recompute = {block.pattern: block.recompute for block in context.plan.blocks}
+    pieces = emitter.pieces
+    used_later: list[set[str]] = [set() for _ in pieces]
+    reads = [list(dict.fromkeys(name for instr in piece for name in uses(instr))) for piece in pieces]
+    for piece, names in enumerate(reads):
+        for name in names:
+            home = emitter.home.get(name)
+            if home is not None and home != piece:
+                used_later[home].add(name)
+    codes = []
+    for piece, (block, instrs) in enumerate(zip(spans, pieces, strict=True)):
+        stored = tuple(name for name in reads[piece] if name in emitter.stored)
+        inputs = tuple(name for name in reads[piece] if name not in emitter.stored and emitter.home.get(name) != piece)
+        made = [out.name for instr in instrs for out in instr.outputs if out.spec is not None]
+        outputs = tuple(name for name in made if name in used_later[piece] or name in keep)
+        how = recompute.get(graph.blocks[block].pattern, "none")
+        assert how in ("none", "selective", "full")
+        code = fuse_bias(BlockCode(graph.blocks[block].name, inputs, stored, tuple(instrs), outputs, how))
+        if instrs:
+            codes.append(code)
+    return tuple(codes)
+
+
+def _stored(context: _Context, emitter: Emitter, local: str) -> Stored:
+    name, layouts = emitter.stored[local]
+    value = context.graph.values[name]
+    chunks: list[Chunk] = []
+    for number, (axis, layout) in enumerate(zip(context.axes, layouts, strict=True)):
+        if isinstance(layout, Split) and axis.degree > 1 and axis.name != "dp":
+            chunks.append(Chunk(axis.name, *emitter.chunk(value, layout, number, layouts)))
+    partial = tuple(axis.name for axis, layout in zip(context.axes, layouts, strict=True) if axis.degree > 1 and layout == VARY) if value.requires_grad else ()
+    readers = sorted({context.stage_of_op[i] for i in context.ops if name in context.graph.ops[i].operands})
+    stages = tuple(readers) or (0,)
+    kind = value.kind
+    assert kind in ("parameter", "buffer", "constant")
+    return Stored(local, value.fqn or name, value.aliases or (value.fqn or name,), kind, value.spec, tuple(chunks), value.requires_grad, partial, stages)
+
+
+def _with_sends(stages: Sequence[StageCode]) -> list[StageCode]:
+    """Add to every stage the transfers that later stages receive from it."""
+    result = []
+    for stage in stages:
+        bodies = []
+        for number, body in enumerate(stage.bodies):
+            sends = tuple(t for other in stages for t in other.bodies[number].receives if t.src == stage.index)
+            bodies.append(replace(body, sends=sends))
+        result.append(replace(stage, bodies=tuple(bodies)))
+    return result

@@ -1,0 +1,295 @@
+"""Variants: emitting local instructions for one run of operators, with the changes of layout between them.
+
+An *axis assignment* says, for one mesh axis, how every operator runs (an Option) and how values that no operator makes lie.
+A *variant* of a value is one local tensor: the value under one layout on each axis. The emitter walks operators in order; for every
+operand it finds or makes the variant that the operator reads (autoplan/layout.py says which collective), rewrites size arguments
+for local shapes, and swaps in the runtime function where the divided loop asks for one. A variant is made once and shared.
+
+Local size of factor f in a value: on an axis that splits it, size/p (the data axis: the rows of the micro-batch);
+elsewhere its size (the batch factor: all rows of the step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.errors import UsageError
+from autoplan.graph import Graph, Op, Option, Value
+from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Mode, Split, conversion
+from autoplan.localise import localise
+from runtime.instr import Arg, Instr, Output, Ref, TensorSpec
+
+Layouts = tuple[Layout, ...]  # one for each axis of the assignment, in order
+
+
+@dataclass(frozen=True)
+class AxisAssignment:
+    """How every operator runs on one axis. `options[i]` belongs to op i; `rest` to parameters, inputs, buffers, constants
+    and values that were made beforehand."""
+
+    name: str
+    degree: int
+    options: Sequence[Option]
+    rest: Mapping[str, Layout]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`local` rows in a piece that the batch axis divides, `total` rows in the step, `share` = the piece's part of a sum
+    that every piece adds to equally (1 / (ranks x micro-batches)); `even`: all ranks have equally many rows."""
+
+    local: int
+    total: int
+    share: float
+    even: bool
+
+
+def layout_tag(layout: Layout) -> str:
+    return f"s{layout.dim}_{layout.factor}" if isinstance(layout, Split) else layout.name
+
+
+def substitute(instr: Instr, names: Sequence[str]) -> Instr:
+    """`instr` with its operands, in the order of `uses`, called `names`."""
+    queue = iter(names)
+
+    def walk(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(next(queue))
+        return tuple(walk(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    args = tuple(walk(arg) for arg in instr.args)
+    return replace(instr, args=args, kwargs=tuple((key, walk(arg)) for key, arg in instr.kwargs))
+
+
+class Emitter:
+    """Emits the local instructions of a stage (or of the preamble). State is this run's alone.
+
+    `made[(value, layouts)]` is the local name of a variant, `specs` every local name's spec, `home` the piece
+    (block number) that made it. `begin()` opens a block; instructions collect in `pieces[-1]`. `given` names the local
+    tensors of values that the preamble made.
+    """
+
+    def __init__(self, graph: Graph, axes: Sequence[AxisAssignment], rows: Rows, given: Mapping[str, str]) -> None:
+        self.graph, self.axes, self.rows, self.given = graph, tuple(axes), rows, given
+        self.made: dict[tuple[str, Layouts], str] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.home: dict[str, int] = {}
+        self.pieces: list[list[Instr]] = []
+        self.stored: dict[str, tuple[str, Layouts]] = {}  # local name -> (value, layouts): tensors at rest that were used
+        self.external: dict[str, str] = {}  # local name -> value: feeds, preamble results and transfers that were used
+
+    def begin(self) -> int:
+        self.pieces.append([])
+        return len(self.pieces) - 1
+
+    def shape(self, value: Value, layouts: Layouts) -> tuple[int, ...]:
+        """Local shape of a value under one layout on each axis."""
+        return tuple(self._product(value, d, layouts, 0, len(factors)) for d, factors in enumerate(value.dims))
+
+    def _product(self, value: Value, dim: int, layouts: Layouts, start: int, stop: int, *, without: int | None = None) -> int:
+        total = 1
+        for position in range(start, stop):
+            total *= self._size(value, dim, position, layouts, without)
+        return total
+
+    def _size(self, value: Value, dim: int, position: int, layouts: Layouts, without: int | None) -> int:
+        """Local size of one factor; `without` is an axis number whose own division is left out."""
+        factor = value.dims[dim][position]
+        batch = factor == self.graph.batch_factor
+        size = self.rows.total if batch else self.graph.factor_sizes[factor]
+        for number, (axis, layout) in enumerate(zip(self.axes, layouts, strict=True)):
+            if layout == Split(dim, position) and number != without:
+                size = self.rows.local if axis.name == "dp" and batch else size // axis.degree
+        return size
+
+    def produced(self, name: str) -> Layouts:
+        """How a value lies on each axis where it is made or kept."""
+        index = self.graph.producer.get(name)
+        found: list[Layout] = []
+        for axis in self.axes:
+            if name in axis.rest or index is None:
+                found.append(axis.rest[name])
+            else:
+                found.append(axis.options[index].writes[self.graph.ops[index].outputs.index(name)])
+        return tuple(found)
+
+    def emit(self, index: int) -> None:
+        """Emit operator `index` into the open piece."""
+        op = self.graph.ops[index]
+        chosen = [axis.options[index] for axis in self.axes]
+        needs = [tuple(option.reads[i] for option in chosen) for i in range(len(op.operands))]
+        local = [self.read(name, need) for name, need in zip(op.operands, needs, strict=True)]
+        writes = {name: tuple(option.writes[j] for option in chosen) for j, name in enumerate(op.outputs)}
+        instr = self._localised(op, local, writes)
+        instr = self._specialised(op, instr, chosen, writes)
+        self._append(instr)
+        for output in instr.outputs:
+            if output.spec is not None:
+                self.made[(output.name, writes[output.name])] = output.name
+
+    def _localised(self, op: Op, local: Sequence[str], writes: Mapping[str, Layouts]) -> Instr:
+        marks = [f"%{i}" for i in range(len(local))]
+        shapes = {mark: self.specs[name].shape for mark, name in zip(marks, local, strict=True)}
+        shapes |= {name: self.shape(self.graph.values[name], layouts) for name, layouts in writes.items()}
+        instr = localise(replace(op, instr=substitute(op.instr, marks)), shapes.__getitem__)
+        return substitute(instr, local)
+
+    def _specialised(self, op: Op, instr: Instr, chosen: Sequence[Option], writes: Mapping[str, Layouts]) -> Instr:
+        """Swap in the runtime function of divided loops, and tell random and counting operators where they are."""
+        divided: list[str] = []
+        target = ""
+        for axis, option in zip(self.axes, chosen, strict=True):
+            loop = next((loop for loop in op.loops if loop.label == option.label), None)
+            if axis.degree > 1 and loop is not None and loop.lowering:
+                assert target in ("", loop.lowering), f"{op.name}: {target} and {loop.lowering} cannot be combined"
+                target = loop.lowering
+                divided.append(axis.name)
+        extra: list[tuple[str, Arg]] = []
+        if target:
+            extra.append(("axis", divided[0] if len(divided) == 1 else tuple(divided)))
+        if target == "runtime.sync_batch_norm":
+            extra.append(("count", self._statistics_count(op)))
+        if op.random:
+            first = writes[op.outputs[0]]
+            split = [a.name for a, layout in zip(self.axes, first, strict=True) if a.degree > 1 and isinstance(layout, Split)]
+            if instr.target.startswith("runtime."):
+                extra.append(("axes", tuple(split)))
+        if instr.target == "runtime.scale_by_count":
+            return replace(instr, args=(instr.args[0], self._rescaled(op, instr.args[1])))
+        return replace(instr, target=target or instr.target, kwargs=(*instr.kwargs, *extra))
+
+    def _statistics_count(self, op: Op) -> int:
+        """Elements of one channel over all rows and ranks."""
+        value = self.graph.values[op.operands[0]]
+        sizes = [
+            self.rows.total if f == self.graph.batch_factor else self.graph.factor_sizes[f] for dim in (0, *range(2, len(value.dims))) for f in value.dims[dim]
+        ]
+        count = 1
+        for size in sizes:
+            count *= size
+        return count
+
+    def _rescaled(self, op: Op, count: Arg) -> int:
+        assert isinstance(count, int) and self.graph.batch_size
+        scaled, rest = divmod(count * self.rows.total, self.graph.batch_size)
+        assert rest == 0, f"{op.name}: a count of {count} elements does not follow the number of rows"
+        return scaled
+
+    def read(self, name: str, need: Layouts) -> str:
+        """Local name of `name` under the layouts `need`, made now if it is not there."""
+        value = self.graph.values[name]
+        if not value.requires_grad:
+            need = tuple(WHOLE if layout == VARY else layout for layout in need)
+        have = self.produced(name)
+        if value.kind == "constant":
+            return self._at_rest(value, have, need)
+        local = self._base(value, have)
+        for number, (axis, dst) in enumerate(zip(self.axes, need, strict=True)):
+            src = have[number]
+            if src == dst:
+                continue
+            have = (*have[:number], dst, *have[number + 1 :])
+            if (name, have) not in self.made:
+                self.made[(name, have)] = self._convert(value, local, have, number, src, dst) if self._moves(axis, src, dst) else local
+            local = self.made[(name, have)]
+        return local
+
+    def _moves(self, axis: AxisAssignment, src: Layout, dst: Layout) -> bool:
+        """A change of layout needs an instruction: ranks to talk to, or (to PARTIAL) a portion to take."""
+        return axis.degree > 1 or (dst == PARTIAL and self.rows.share != 1.0)
+
+    def _base(self, value: Value, have: Layouts) -> str:
+        key = (value.name, have)
+        if key not in self.made:
+            local = self.made[key] = self.given.get(value.name, value.name)
+            self.specs[local] = TensorSpec(self.shape(value, have), value.spec.dtype)
+            if value.kind in ("parameter", "buffer"):
+                self.stored[local] = key
+            else:
+                self.external[local] = value.name
+        return self.made[key]
+
+    def _at_rest(self, value: Value, have: Layouts, need: Layouts) -> str:
+        """A constant is kept in the form in which it is read; only the rows of the batch are cut at run time."""
+        kept = tuple(h if a.name == "dp" or n == PARTIAL else n for a, h, n in zip(self.axes, have, need, strict=True))
+        key = (value.name, kept)
+        if key not in self.made:
+            tags = [f"{a.name}_{layout_tag(k)}" for a, k in zip(self.axes, kept, strict=True) if isinstance(k, Split) and a.degree > 1]
+            local = "__".join([value.name, *tags])
+            self.made[key] = local
+            self.specs[local] = TensorSpec(self.shape(value, kept), value.spec.dtype)
+            self.stored[local] = key
+        local = self.made[key]
+        for number, (axis, dst) in enumerate(zip(self.axes, need, strict=True)):
+            if kept[number] != dst:
+                src, kept = kept[number], (*kept[:number], dst, *kept[number + 1 :])
+                if (value.name, kept) not in self.made:
+                    self.made[(value.name, kept)] = self._convert(value, local, kept, number, src, dst) if self._moves(axis, src, dst) else local
+                local = self.made[(value.name, kept)]
+        return local
+
+    def _convert(self, value: Value, local: str, after: Layouts, number: int, src: Layout, dst: Layout) -> str:
+        """Emit the change of layout of one variant on one axis; returns the new variant's local name."""
+        axis = self.axes[number]
+        name = f"{local}__{axis.name}_{layout_tag(dst)}"
+        out = (Output(name, TensorSpec(self.shape(value, after), value.spec.dtype)),)
+        on = (("axis", axis.name),)
+        if src == VARY and dst in (WHOLE, VARY):
+            instr = Instr(out, "runtime.share", (Ref(local),), on)
+        elif dst == PARTIAL:
+            assert src == VARY or not value.requires_grad, f"{value.name}: a complete value cannot become a partial sum"
+            instr = Instr(out, "aten.mul.Tensor", (Ref(local), self.rows.share))
+        elif src == VARY:
+            raise AssertionError(f"{value.name} is read {dst} on axis {axis.name} but is kept for work that differs by rank")
+        else:
+            how = conversion(src, dst)
+            assert how is not None, f"{value.name}: {src} cannot be read {dst}"
+            if src == PARTIAL and dst == VARY:
+                whole = (*after[:number], WHOLE, *after[number + 1 :])
+                if (value.name, whole) not in self.made:
+                    self.made[(value.name, whole)] = self._convert(value, local, whole, number, PARTIAL, WHOLE)
+                instr = Instr(out, "runtime.vary", (Ref(self.made[(value.name, whole)]),), on)
+            elif how.forward is None:
+                instr = Instr(out, "runtime.vary", (Ref(local),), on)
+            elif how.forward == "all_reduce":
+                instr = Instr(out, "runtime.all_reduce", (Ref(local),), on)
+            else:
+                self._check_even(axis, value)
+                kind = "all_gather_vary" if dst == VARY and how.forward == "all_gather" else how.forward
+                where = src if isinstance(src, Split) else dst
+                assert isinstance(where, Split)
+                args: tuple[Arg, ...] = (Ref(local), *self._chunk(value, where, after, number))
+                if isinstance(src, Split) and isinstance(dst, Split):
+                    args = (*args, *self._chunk(value, dst, after, number))
+                instr = Instr(out, f"runtime.{kind}", args, on)
+        self._append(instr)
+        return name
+
+    def _chunk(self, value: Value, where: Split, layouts: Layouts, number: int) -> tuple[int, int, int, int]:
+        """(dim, outer, size, inner) of the divided dimension as the other axes leave it."""
+        others: Layouts = tuple(layout if i != number else Mode("whole") for i, layout in enumerate(layouts))
+        factors = value.dims[where.dim]
+        outer = self._product(value, where.dim, others, 0, where.factor)
+        inner = self._product(value, where.dim, others, where.factor + 1, len(factors))
+        return where.dim, outer, self._size(value, where.dim, where.factor, others, number), inner
+
+    def chunk(self, value: Value, where: Split, number: int, layouts: Layouts) -> tuple[int, int, int, int]:
+        """Like the chunk of a conversion, for a tensor at rest: axes before `number` have cut already."""
+        before: Layouts = tuple(layout if i < number else WHOLE for i, layout in enumerate(layouts))
+        return self._chunk(value, where, before, number)
+
+    def _check_even(self, axis: AxisAssignment, value: Value) -> None:
+        if axis.name == "dp" and not self.rows.even:
+            raise UsageError(
+                f"{value.name} of all {self.rows.total} rows is needed on every data rank, so the rows must divide by {axis.degree}. "
+                f"Use a batch that is a multiple of {axis.degree}, or drop the last batch."
+            )
+
+    def _append(self, instr: Instr) -> None:
+        piece = len(self.pieces) - 1
+        self.pieces[piece].append(instr)
+        for output in instr.outputs:
+            if output.spec is not None:
+                self.specs[output.name] = output.spec
+                self.home[output.name] = piece
