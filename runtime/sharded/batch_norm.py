@@ -1,0 +1,144 @@
+"""Batch normalisation in training, by one rank and over the ranks of mesh axes.
+
+x is (N, C, *); statistics are over all dims but C. With n local and N global elements a channel,
+
+    mean = sum_ranks(sum x) / N        second = sum_ranks(sum (x - mean)^2)      var = second / N
+    y    = (x - mean) / sqrt(var + eps) * weight + bias
+    running_mean' = (1 - momentum) running_mean + momentum mean
+    running_var'  = (1 - momentum) running_var  + momentum second / (N - 1)
+
+The second moment is taken about the global mean, so nothing cancels. Backward, with h = (x - mean) / sqrt(var + eps):
+
+    dx = weight / sqrt(var + eps) (dy - sum_ranks(sum dy) / N - h sum_ranks(sum dy h) / N)
+    dweight = sum dy h,  dbias = sum dy        local partial sums: the caller reduces them with all other gradients
+
+Two all-reduces forward (C + 1 elements, C elements) and one backward (2 C elements), on each axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from runtime.mesh import Axis
+from runtime.sharded.reduction import all_reduce_
+
+Stats = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float | None,
+    eps: float,
+) -> Stats:
+    """Torch's batch norm in training as a function: (y, new running mean, new running variance).
+
+    The given running statistics are not changed. Raises ValueError for `momentum` None (a cumulative average depends
+    on a counter that is not among the arguments).
+    """
+    momentum = _checked_momentum(momentum, running_mean)
+    new_mean, new_var = (None if stat is None else stat.detach().clone() for stat in (running_mean, running_var))
+    y = F.batch_norm(x, new_mean, new_var, weight, bias, training=True, momentum=momentum, eps=eps)
+    return y, new_mean, new_var
+
+
+def sync_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float | None,
+    eps: float,
+    *,
+    axis: Axis | tuple[Axis, ...],
+    count: int | None = None,
+) -> Stats:
+    """`batch_norm` of the tensor whose parts the ranks of `axis` hold; y is this rank's part of the whole tensor's.
+
+    Ranks may hold different numbers of rows. `count` is the global number of elements a channel; None: counted with
+    the first all-reduce. Gradients of weight and bias are this rank's partial sums.
+    """
+    momentum = _checked_momentum(momentum, running_mean)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    y, mean, second, total = _SyncBatchNorm.apply(x, weight, bias, eps, axes, count)
+    if running_mean is None or running_var is None:
+        return y, None, None
+    with torch.no_grad():
+        new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
+        new_var = torch.lerp(running_var, (second / (total - 1)).to(running_var.dtype), momentum)
+    return y, new_mean, new_var
+
+
+def _checked_momentum(momentum: float | None, running_mean: torch.Tensor | None) -> float:
+    if momentum is not None:
+        return momentum
+    if running_mean is None:
+        return 0.0
+    raise ValueError("batch norm with momentum=None (cumulative average) is not supported: set a momentum, or track_running_stats=False")
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, axes: tuple[Axis, ...], count: int | None
+    ) -> Any:
+        dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        num_channels = x.shape[1]
+        dims = tuple(d for d in range(x.dim()) if d != 1)
+        shape = (1, num_channels) + (1,) * (x.dim() - 2)
+        num_local = x.numel() // num_channels
+        wide = x.to(dtype)
+
+        packed = torch.cat([wide.sum(dims), wide.new_full((1,), num_local if count is None else 0)])
+        for axis in axes:
+            all_reduce_(packed, axis)
+        total = packed[num_channels] if count is None else packed.new_tensor(float(count))
+        if all(axis.size == 1 for axis in axes) and num_local == 1:
+            raise ValueError(f"batch norm needs more than one value a channel in training, found a tensor of shape {tuple(x.shape)}")
+        mean = packed[:num_channels] / total
+        centred = wide - mean.view(shape)
+        second = centred.square().sum(dims)
+        for axis in axes:
+            all_reduce_(second, axis)
+        inv_std = torch.rsqrt(second / total + eps)
+        y = centred * inv_std.view(shape)
+        if weight is not None:
+            y = y * weight.to(dtype).view(shape)
+        if bias is not None:
+            y = y + bias.to(dtype).view(shape)
+
+        ctx.save_for_backward(x, weight, mean, inv_std, total)
+        ctx.axes, ctx.dims, ctx.view = axes, dims, shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, second, total)
+        return y.to(x.dtype), mean, second, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight, mean, inv_std, total = ctx.saved_tensors
+        dtype, shape, num_channels = mean.dtype, ctx.view, mean.numel()
+        dy = grads[0].to(dtype)
+        normal = (x.to(dtype) - mean.view(shape)) * inv_std.view(shape)
+        local = torch.cat([dy.sum(ctx.dims), (dy * normal).sum(ctx.dims)])
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[1]:
+            dweight = local[num_channels:].clone().to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = local[:num_channels].clone().to(ctx.bias_dtype)
+        if ctx.needs_input_grad[0]:
+            sums = local
+            for axis in ctx.axes:
+                all_reduce_(sums, axis)
+            scale = inv_std if weight is None else inv_std * weight.to(dtype)
+            mean_dy, mean_dyh = (part.view(shape) for part in (sums / total).split(num_channels))
+            dx = (scale.view(shape) * (dy - mean_dy - normal * mean_dyh)).to(x.dtype)
+        return dx, dweight, dbias, None, None, None

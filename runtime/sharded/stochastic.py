@@ -1,0 +1,110 @@
+"""Dropout whose masks are keyed (runtime/random.py), so that they are repeated in a recomputation, equal on ranks that
+hold the same values and distinct on ranks that hold different ones.
+
+Where the tensor lies in the global one is told per axis: `windows[i]` = (dim, outer, size, inner) says that the ranks
+of `axes[i]` divide the middle of dimension `dim`, which is [outer, size, inner] before that cut; `rows` =
+(dim, outer, inner) says where the rows of the batch are, whose global offset is the micro-batch's. Only masks by
+element read them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from runtime.mesh import Axis
+from runtime.random import RandomState, Window, coordinate_mask, current_state, element_mask
+
+Where = tuple[tuple[int, int, int, int], ...]
+Rows = tuple[int, int, int] | None
+
+
+def dropout(x: torch.Tensor, p: float, op_id: str | int, *, axes: tuple[Axis, ...] = (), windows: Where = (), rows: Rows = None) -> torch.Tensor:
+    """x with each element zeroed with probability p, the others divided by 1 - p.
+
+    `axes` are those that divide x. Outside of a `RandomState` the mask comes from torch's own generator.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"a dropout probability lies in [0, 1], asked {p}")
+    state = current_state()
+    if state is None or p == 0.0:
+        return F.dropout(x, p, training=True)
+    return _Masked.apply(x, _mask(state, p, op_id, axes, windows, rows, tuple(x.shape), x.device), p)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    op_id: str | int,
+    *,
+    axes: tuple[Axis, ...] = (),
+    windows: Where = (),
+    rows: Rows = None,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with keyed dropout of the attention weights.
+
+    q (..., H, L, E), k (..., H', S, E), v (..., H', S, E') -> (..., H, L, E'). `axes` and `windows` speak of the
+    weights (..., H, L, S).
+    """
+    state = current_state()
+    if state is None or dropout_p == 0.0:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    shape = (*q.shape[:-1], k.shape[-2])
+    kept = _mask(state, dropout_p, op_id, axes, windows, rows, shape, q.device)
+    return torch.ops.aten._scaled_dot_product_attention_math.default(q, k, v, mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _mask(
+    state: RandomState, p: float, op_id: str | int, axes: tuple[Axis, ...], windows: Where, rows: Rows, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    if not state.exact:
+        return coordinate_mask(state, op_id, tuple(axis.index for axis in axes), shape, 1.0 - p, device)
+    if len(windows) != len(axes):
+        raise ValueError(f"a mask by element needs one window for each axis, found {len(windows)} windows for {len(axes)} axes: {windows}")
+    cuts = [
+        Window(dim, outer, size, inner, size // axis.size * axis.index, size // axis.size)
+        for axis, (dim, outer, size, inner) in zip(axes, windows, strict=True)
+    ]
+    if rows is not None:
+        cuts.insert(0, _row_window(rows, cuts, state.row_start, shape))
+    return element_mask(state, op_id, tuple(cuts), 0 if rows is None else rows[0], shape, 1.0 - p, device)
+
+
+def _row_window(rows: tuple[int, int, int], cuts: list[Window], start: int, shape: tuple[int, ...]) -> Window:
+    """The rows of a micro-batch, cut from a batch of any size: rows are outermost in their dimension."""
+    dim, outer, inner = rows
+    if outer != 1:
+        raise ValueError(f"a mask by element needs the batch outermost in its dimension, found {outer} copies of it in dimension {dim}")
+    entries = shape[dim]
+    for cut in cuts:
+        if cut.dim == dim:
+            entries = entries // cut.length * cut.size
+    num_rows = entries // inner
+    return Window(dim, 1, start + num_rows, inner, start, num_rows)
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        ctx.p = p
+        return _apply(x, mask, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return _apply(grads[0], mask, ctx.p), None, None
+
+
+def _apply(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.zeros_like(x) if p == 1.0 else torch.where(mask, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))

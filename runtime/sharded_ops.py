@@ -1,0 +1,19 @@
+"""The functions that instructions call by name ("runtime.sync_batch_norm") where a plain operator does not do.
+
+Those that communicate take `axis`, a `runtime.mesh.Axis`; an instruction's text holds the axis' name instead.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
+from runtime.sharded.stochastic import attention, dropout
+from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
+
+__all__ = ["attention", "batch_norm", "dropout", "scale_by_count", "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding"]
+
+
+def scale_by_count(x: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """A sum over the whole batch, or a part of it, as its share of the mean over `count` entries."""
+    return x / count
