@@ -13,7 +13,8 @@ class OpKey:
     """One operator call. Equal keys cost the same.
 
     `target` is the ATen overload ("aten.linear.default"); `operands` are (shape, dtype name) of its tensor
-    arguments in order, `outputs` likewise; `args` is the text of its other arguments (for measuring it again);
+    arguments in order, `outputs` likewise; `args` is the text of all its arguments (for measuring it again), as
+    costmodel.argtext writes it;
     `grads` says which operands need a gradient; `flops` are those of the forward pass on these local shapes.
     """
 

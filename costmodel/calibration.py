@@ -1,0 +1,105 @@
+"""Calibration: the few physical constants that prices rest on, by device type, link and software stack.
+
+Kept in costmodel/data/calibration.json with the provenance of each; `benchmarks/accuracy/predict.py --fit` makes others.
+A device or link that is not listed gets the constants called "default".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConstants:
+    """Of one device type.
+
+    gemm_ceiling: share of the dense peak that a large matrix product reaches. gemm_half_k: contraction length at
+    which a tile's main loop is half as fast (prologue and epilogue). attention_forward, attention_backward: share of
+    the peak that a fused attention kernel reaches. memory_efficiency: share of the memory bandwidth that a large copy
+    reaches. kernel_s: shortest kernel. launch_s: host time a kernel. reserve_bytes: context and library workspaces.
+    """
+
+    gemm_ceiling: float = 0.8
+    gemm_half_k: float = 64.0
+    attention_forward: float = 0.5
+    attention_backward: float = 0.4
+    memory_efficiency: float = 0.85
+    kernel_s: float = 3e-6
+    launch_s: float = 6e-6
+    reserve_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConstants:
+    """Of one kind of link, by tier name. efficiency: share of the port's stated bandwidth that a large collective
+    reaches (1 where the tier states a measured one). base_s: fixed time of a collective."""
+
+    efficiency: float = 0.8
+    base_s: float = 15e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StackConstants:
+    """Of one software stack. fused_share: share of memory-bound time left after fusion (1: eager). flash: fused
+    attention. slowdown: factor on compute while a collective runs beside it. slack: share of memory that the
+    allocator holds beyond what is live. launch_factor: host time a kernel relative to bare launches."""
+
+    fused_share: float = 1.0
+    flash: bool = True
+    slowdown: float = 1.19
+    slack: float = 0.04
+    launch_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All constants. Mappings by device name, tier name, stack name."""
+
+    devices: Mapping[str, DeviceConstants]
+    links: Mapping[str, LinkConstants]
+    stacks: Mapping[str, StackConstants]
+    provenance: Mapping[str, str]
+
+    def device(self, name: str) -> DeviceConstants:
+        return self.devices.get(name, self.devices["default"])
+
+    def link(self, name: str) -> LinkConstants:
+        return self.links.get(name, self.links["default"])
+
+    def stack(self, name: str) -> StackConstants:
+        return self.stacks.get(name, self.stacks["default"])
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, keys sorted."""
+        groups = {name: {k: asdict(v) for k, v in getattr(self, name).items()} for name in ("devices", "links", "stacks")}
+        path.write_text(json.dumps(groups | {"provenance": dict(self.provenance)}, indent=1, sort_keys=True) + "\n")
+
+
+def load(path: Path | None = None) -> Calibration:
+    """The calibration of a file, or the one that ships with the package. ValueError for unknown keys."""
+    if path is None:
+        return _shipped()
+    return _parse(json.loads(path.read_text()), str(path))
+
+
+@cache
+def _shipped() -> Calibration:
+    entry = resources.files("costmodel").joinpath("data", "calibration.json")
+    return _parse(json.loads(entry.read_text()), "data/calibration.json")
+
+
+def _parse(content: Mapping[str, Any], file: str) -> Calibration:
+    def table(name: str, form: type) -> dict[str, Any]:
+        known = {f.name for f in fields(form)}
+        for key, values in content[name].items():
+            if unknown := sorted(set(values) - known):
+                raise ValueError(f"{file}: {name}.{key}: unknown constant {unknown[0]}; known: {', '.join(sorted(known))}")
+        return {key: form(**values) for key, values in content[name].items()}
+
+    return Calibration(table("devices", DeviceConstants), table("links", LinkConstants), table("stacks", StackConstants), content["provenance"])

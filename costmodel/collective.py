@@ -1,0 +1,89 @@
+"""Seconds of a collective on a group of ranks: latency and volume by tier, the fastest algorithm chosen.
+
+Wire volume a rank sends, n bytes of the whole tensor, p ranks (Thakur, Rabenseifner, Gropp 2005; Patarasuk, Yuan 2009):
+
+    all_gather, reduce_scatter, broadcast, all_to_all   (p-1)/p n      all_reduce   2 (p-1)/p n      send   n
+
+A tier carries what the group's ports carry, shared with the twins that leave through the same ports:
+
+    rate   = ports of the group in one lower domain * port_bytes_per_s * efficiency / twins at a port
+    ring   : base + steps * latency + volume / (rate of the slowest tier); steps = p-1 (all_reduce 2(p-1))
+    tree   : base + 2 ceil(log2 p) latency + 2 n / rate                       (all_reduce: small messages)
+    levels : base + sum over tiers of steps * latency + (fan-1)/fan n / rate  (all_reduce twice), fan = domains joined
+
+A strided group has one member a node and as many twins at the node's ports as fit between its members.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from costmodel.calibration import Calibration
+from costmodel.cluster import Cluster, Tier
+from costmodel.opkey import Collective, RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A tier as a group of ranks sees it. `fan`: lower domains that it joins; `inside`: members in each of them;
+    `rate_bytes_per_s`: what those members together send through it, twins counted."""
+
+    tier: Tier
+    fan: int
+    inside: int
+    rate_bytes_per_s: float
+    base_s: float
+
+
+def levels(group: RankGroup, cluster: Cluster, calibration: Calibration) -> tuple[Level, ...]:
+    """Tiers that the group needs, innermost first; tiers that join nothing new are left out."""
+    found: list[Level] = []
+    inside, domain = 1, 1  # members of the group in one domain of the tier below; devices in that domain
+    tiers = cluster.tiers_within(group)
+    for tier in tiers:
+        members = group.size if tier is tiers[-1] else min(group.size, max(1, tier.domain // group.stride))
+        fan = -(-members // inside)
+        if fan > 1:
+            constants = calibration.link(tier.name)
+            share = 1.0 if tier.measured_bytes_per_s else constants.efficiency
+            ports = min(inside, -(-inside * group.stride // tier.shared_by), max(1, domain // tier.shared_by))
+            twins = max(1, min(group.concurrent, group.stride, tier.shared_by))
+            found.append(Level(tier, fan, inside, ports * tier.port_bytes_per_s * share / twins, constants.base_s))
+            inside = members
+        domain = tier.domain
+    return tuple(found)
+
+
+def collective_s(collective: Collective, cluster: Cluster, calibration: Calibration) -> float:
+    """Seconds of one collective. Formulas: the module's text."""
+    group, n, p = collective.group, float(collective.num_bytes), collective.group.size
+    if collective.kind == "send":
+        return _send_s(collective, cluster, calibration)
+    if p <= 1 or n == 0:
+        return 0.0
+    path = levels(group, cluster, calibration)
+    base = max(level.base_s for level in path)
+    rate = min(level.rate_bytes_per_s for level in path)
+    if collective.kind == "all_to_all":
+        volumes = [level.inside * n * (p - level.inside) / p / level.rate_bytes_per_s for level in path]
+        return base + sum((level.fan - 1) * level.tier.latency_s for level in path) + max(volumes)
+    if collective.kind == "broadcast":
+        return base + sum(math.ceil(math.log2(level.fan)) * level.tier.latency_s for level in path) + n / rate
+    twice = 2.0 if collective.kind == "all_reduce" else 1.0
+    steps = twice * sum((level.fan - 1) * level.tier.latency_s for level in path)
+    ring = twice * ((p - 1) * max(level.tier.latency_s for level in path) + (p - 1) / p * n / rate)
+    stepped = steps + twice * sum((level.fan - 1) / level.fan * n / level.rate_bytes_per_s for level in path)
+    best = min(ring, stepped)
+    if collective.kind == "all_reduce":
+        best = min(best, 2 * sum(math.ceil(math.log2(level.fan)) * level.tier.latency_s for level in path) + 2 * n / rate)
+    return base + best
+
+
+def _send_s(collective: Collective, cluster: Cluster, calibration: Calibration) -> float:
+    group = collective.group
+    tier = cluster.tiers_within(RankGroup(2, max(1, group.stride), group.start))[-1]
+    constants = calibration.link(tier.name)
+    share = 1.0 if tier.measured_bytes_per_s else constants.efficiency
+    twins = min(max(1, group.concurrent), tier.shared_by)
+    return constants.base_s + tier.latency_s + collective.num_bytes / (tier.port_bytes_per_s * share / twins)
