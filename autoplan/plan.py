@@ -11,12 +11,25 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class OpNote:
+    """An op as readers know it: the kind of operator, its module relative to its block ("self_attn.q_proj"), and what is
+    divided on the tensor axis: "whole", "heads", "features", "features (sum)" for a contraction, "sequence", "partial", ..."""
+
+    name: str
+    target: str
+    module: str
+    flops: int  # of the forward pass at the global batch, whole
+    split: str = "whole"
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPlan:
     """How the blocks of one pattern run on the tensor axis.
 
     `splits` maps op name, as in the pattern's first block, to its option label (autoplan.graph.options); ops that
     are not listed run whole. `boundary` maps each value that enters or leaves the block to its layout on the
-    tensor axis ("whole", "split(1.0)"), equal on both sides of a boundary.
+    tensor axis ("whole", "split(1.0)"), equal on both sides of a boundary. `blocks` are the indices of the graph's
+    blocks of this pattern, and `ops` the pattern's ops in order, for the plan map (autoplan/notes.py).
     """
 
     pattern: str
@@ -24,6 +37,8 @@ class BlockPlan:
     splits: Mapping[str, str]
     boundary: Mapping[str, str]
     recompute: str = "none"
+    blocks: tuple[int, ...] = ()
+    ops: tuple[OpNote, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,61 @@
+"""Notes on the ops of a block pattern, so that a plan can be read and drawn without its graph.
+
+Factors have no names in the graph; readers get the role that a factor plays: "batch", "sequence" (another dimension
+of an integer input), "heads" (dimension 1 of an attention), "vocabulary" (rows of an embedding), else "features".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoplan.graph import Block, Graph, Op
+from autoplan.plan import OpNote
+
+
+def op_notes(graph: Graph, block: Block, splits: Mapping[str, str]) -> tuple[OpNote, ...]:
+    """One note an op of `block`, in order. `splits`: op name -> option label, as in BlockPlan."""
+    roles = factor_roles(graph)
+    return tuple(
+        OpNote(op.name, short_target(op.instr.target), _relative(op.module, block.name), op.flops, _split(op, splits.get(op.name, "whole"), roles))
+        for op in graph.ops[block.start : block.stop]
+    )
+
+
+def blocks_of_pattern(graph: Graph, pattern: str) -> tuple[int, ...]:
+    """Indices of the graph's blocks whose pattern is `pattern`."""
+    return tuple(i for i, block in enumerate(graph.blocks) if block.pattern == pattern)
+
+
+def factor_roles(graph: Graph) -> Mapping[int, str]:
+    """Factor id -> the role that readers know it by; factors that are not listed are "features"."""
+    roles: dict[int, str] = {}
+    for op in graph.ops:
+        kind = short_target(op.instr.target)
+        if "attention" in kind and len(dims := graph.values[op.outputs[0]].dims) == 4:
+            roles |= dict.fromkeys(dims[1], "heads")
+        if kind == "embedding":
+            roles |= {factor: "vocabulary" for factor in graph.values[op.operands[0]].dims[0]}
+    for value in graph.inputs():
+        if value.spec.dtype.startswith("int"):
+            roles |= {factor: "sequence" for dim in value.dims for factor in dim}
+    if graph.batch_factor is not None:
+        roles[graph.batch_factor] = "batch"
+    return roles
+
+
+def short_target(target: str) -> str:
+    """ "aten.linear.default" -> "linear"."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+def _split(op: Op, label: str, roles: Mapping[int, str]) -> str:
+    for loop in op.loops:
+        if loop.label == label:
+            role = roles.get(loop.factor, "features")
+            return f"{role} (sum)" if loop.kind == "sum" else role
+    return label.partition(":")[0]
+
+
+def _relative(module: str, block: str) -> str:
+    return "" if module == block else module.removeprefix(block + ".")
