@@ -34,7 +34,7 @@ def factor_roles(graph: Graph) -> Mapping[int, str]:
         if "attention" in kind and len(dims := graph.values[op.outputs[0]].dims) == 4:
             roles |= dict.fromkeys(dims[1], "heads")
         if kind == "embedding":
-            roles |= {factor: "vocabulary" for factor in graph.values[op.operands[0]].dims[0]}
+            roles |= dict.fromkeys(graph.values[op.operands[0]].dims[0], "vocabulary")
     for value in graph.inputs():
         if value.spec.dtype.startswith("int"):
             roles |= {factor: "sequence" for dim in value.dims for factor in dim}
