@@ -61,6 +61,7 @@ class StageForecast:
     idle_s: float
     flops: int  # executed by one rank in one step, forward and backward
     memory: Memory
+    memory_limit_bytes: int = 0  # usable memory of its device; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,14 @@ class Forecast:
     events: tuple[Event, ...]
     source: str  # "analytic" or "measured"
     assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A real step, beside its forecast. Events count from the beginning of the step, as the forecast's do."""
+
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+    events: tuple[Event, ...]
+    peak_memory_bytes: int = 0  # of the fullest rank; 0: not measured
