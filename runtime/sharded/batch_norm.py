@@ -12,11 +12,12 @@ The second moment is taken about the global mean, so nothing cancels. Backward, 
     dx = weight / sqrt(var + eps) (dy - sum_ranks(sum dy) / N - h sum_ranks(sum dy h) / N)
     dweight = sum dy h,  dbias = sum dy        local partial sums: the caller reduces them with all other gradients
 
-Two all-reduces forward (C + 1 elements, C elements) and one backward (2 C elements), on each axis.
+Two all-reduces of C elements forward and two backward, on each axis; one element more where N has to be counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def sync_batch_norm(
     momentum: float | None,
     eps: float,
     *,
-    axis: Axis | tuple[Axis, ...],
+    axis: Axis | Sequence[Axis],
     count: int | None = None,
 ) -> Stats:
     """`batch_norm` of the tensor whose parts the ranks of `axis` hold; y is this rank's part of the whole tensor's.
@@ -67,7 +68,7 @@ def sync_batch_norm(
     the first all-reduce. Gradients of weight and bias are this rank's partial sums.
     """
     momentum = _checked_momentum(momentum, running_mean)
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    axes = (axis,) if isinstance(axis, Axis) else tuple(axis)
     y, mean, second, total = _SyncBatchNorm.apply(x, weight, bias, eps, axes, count)
     if running_mean is None or running_var is None:
         return y, None, None
@@ -97,13 +98,15 @@ class _SyncBatchNorm(torch.autograd.Function):
         num_local = x.numel() // num_channels
         wide = x.to(dtype)
 
-        packed = torch.cat([wide.sum(dims), wide.new_full((1,), num_local if count is None else 0)])
+        sums = wide.sum(dims)
+        if count is None:
+            sums = torch.cat([sums, sums.new_full((1,), num_local)])
         for axis in axes:
-            all_reduce_(packed, axis)
-        total = packed[num_channels] if count is None else packed.new_tensor(float(count))
+            all_reduce_(sums, axis)
+        total = sums[num_channels] if count is None else sums.new_full((), float(count))
         if all(axis.size == 1 for axis in axes) and num_local == 1:
             raise ValueError(f"batch norm needs more than one value a channel in training, found a tensor of shape {tuple(x.shape)}")
-        mean = packed[:num_channels] / total
+        mean = sums[:num_channels] / total
         centred = wide - mean.view(shape)
         second = centred.square().sum(dims)
         for axis in axes:
@@ -125,20 +128,18 @@ class _SyncBatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, mean, inv_std, total = ctx.saved_tensors
-        dtype, shape, num_channels = mean.dtype, ctx.view, mean.numel()
+        dtype, shape = mean.dtype, ctx.view
         dy = grads[0].to(dtype)
         normal = (x.to(dtype) - mean.view(shape)) * inv_std.view(shape)
-        local = torch.cat([dy.sum(ctx.dims), (dy * normal).sum(ctx.dims)])
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[1]:
-            dweight = local[num_channels:].clone().to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            dbias = local[:num_channels].clone().to(ctx.bias_dtype)
+        sum_dy, sum_dyh = dy.sum(ctx.dims), (dy * normal).sum(ctx.dims)
+        dx = None
+        dweight = sum_dyh.to(weight.dtype, copy=True) if ctx.needs_input_grad[1] else None
+        dbias = sum_dy.to(ctx.bias_dtype, copy=True) if ctx.needs_input_grad[2] else None
         if ctx.needs_input_grad[0]:
-            sums = local
             for axis in ctx.axes:
-                all_reduce_(sums, axis)
+                all_reduce_(sum_dy, axis)
+                all_reduce_(sum_dyh, axis)
             scale = inv_std if weight is None else inv_std * weight.to(dtype)
-            mean_dy, mean_dyh = (part.view(shape) for part in (sums / total).split(num_channels))
-            dx = (scale.view(shape) * (dy - mean_dy - normal * mean_dyh)).to(x.dtype)
+            centred = dy - (sum_dy / total).view(shape) - normal * (sum_dyh / total).view(shape)
+            dx = (scale.view(shape) * centred).to(x.dtype)
         return dx, dweight, dbias, None, None, None

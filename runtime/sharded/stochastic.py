@@ -9,6 +9,7 @@ element read them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.autograd.function import once_differentiable
 from runtime.mesh import Axis
 from runtime.random import RandomState, Window, coordinate_mask, current_state, element_mask
 
-Where = tuple[tuple[int, int, int, int], ...]
+Where = Sequence[tuple[int, int, int, int]]
 Rows = tuple[int, int, int] | None
 
 
-def dropout(x: torch.Tensor, p: float, op_id: str | int, *, axes: tuple[Axis, ...] = (), windows: Where = (), rows: Rows = None) -> torch.Tensor:
+def dropout(x: torch.Tensor, p: float, op_id: str | int, *, axes: Sequence[Axis] = (), windows: Where = (), rows: Rows = None) -> torch.Tensor:
     """x with each element zeroed with probability p, the others divided by 1 - p.
 
     `axes` are those that divide x. Outside of a `RandomState` the mask comes from torch's own generator.
@@ -46,7 +47,7 @@ def attention(
     enable_gqa: bool,
     op_id: str | int,
     *,
-    axes: tuple[Axis, ...] = (),
+    axes: Sequence[Axis] = (),
     windows: Where = (),
     rows: Rows = None,
 ) -> torch.Tensor:
@@ -64,7 +65,7 @@ def attention(
 
 
 def _mask(
-    state: RandomState, p: float, op_id: str | int, axes: tuple[Axis, ...], windows: Where, rows: Rows, shape: tuple[int, ...], device: torch.device
+    state: RandomState, p: float, op_id: str | int, axes: Sequence[Axis], windows: Where, rows: Rows, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
     if not state.exact:
         return coordinate_mask(state, op_id, tuple(axis.index for axis in axes), shape, 1.0 - p, device)

@@ -43,8 +43,8 @@ class TestBatchNorm:
 
     @pytest.mark.parametrize("affine", [True, False])
     @pytest.mark.parametrize("shares", [(3, 3), (5, 1), (4, 1, 1), (6, 0)])
-    @pytest.mark.parametrize("shift", [0.0, 1e6])
-    def test_uneven_shares_give_the_full_batchs_result(self, affine, shares, shift):
+    @pytest.mark.parametrize("shift, count", [(0.0, None), (1e6, None), (0.0, 24)])
+    def test_uneven_shares_give_the_full_batchs_result(self, affine, shares, shift, count):
         x = leaf(6, 3, 4, shift=shift)
         weight, bias = (leaf(3, seed=1), leaf(3, seed=2)) if affine else (None, None)
         mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
@@ -56,7 +56,7 @@ class TestBatchNorm:
         def part(axis):
             rows = slice(starts[axis.index], starts[axis.index] + shares[axis.index])
             local = [copy(t) for t in (x[rows], weight, bias) if t is not None]
-            y, new_mean, new_var = sync_batch_norm(*(local if affine else [*local, None, None]), mean, var, 0.1, 1e-5, axis=axis)
+            y, new_mean, new_var = sync_batch_norm(*(local if affine else [*local, None, None]), mean, var, 0.1, 1e-5, axis=axis, count=count)
             return y.detach(), new_mean, new_var, torch.autograd.grad(y, local, dy[rows])
 
         ranks = run_lockstep(part, len(shares))
