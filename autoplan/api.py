@@ -1,0 +1,64 @@
+"""The Python interface: capture and plan anywhere, parallelize inside a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoplan.capture import capture
+from autoplan.constraints import Constraints
+from autoplan.errors import ClusterError
+from autoplan.graph import Graph
+from autoplan.plan import Plan
+from autoplan.search import search
+from costmodel.analytic import AnalyticPrices
+from costmodel.cluster import Cluster
+from costmodel.prices import Prices
+
+Batch = Mapping[str, Any] | tuple[Any, ...]
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+def load_cluster(cluster: str | Path | Cluster) -> Cluster:
+    """A preset "DEVICE:NODESxPER_NODE", a YAML file or a Cluster. Raises ClusterError."""
+    try:
+        return Cluster.parse(cluster)
+    except ValueError as error:
+        raise ClusterError(str(error)) from error
+
+
+def find_plan(
+    model: torch.nn.Module | Graph,
+    batch: Batch | None = None,
+    cluster: str | Path | Cluster = "cpu:1x1",
+    constraints: Constraints | None = None,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    time_limit_s: float | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    prices: Prices | None = None,
+) -> Plan:
+    """The best plan for training `model` on the global batch `batch` on `cluster`. No device of the cluster is needed.
+
+    `model` may live on the meta device, or be a graph that was captured before. `prices` default to the analytic
+    model of the cluster. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
+    """
+    found = load_cluster(cluster)
+    graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn)
+    return search(
+        graph, found, prices or AnalyticPrices(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s
+    )
+
+
+def _example(model: torch.nn.Module, batch: Batch | None, num_devices: int) -> Batch:
+    from autoplan.errors import UsageError
+    from autoplan.example import example_batch
+
+    found = batch if batch is not None else example_batch(model, max(8, 2 * num_devices))
+    if found is None:
+        raise UsageError(f"{type(model).__name__} does not say what it takes: give an example of the global batch, find_plan(model, batch, ...).")
+    return found
