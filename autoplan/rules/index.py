@@ -1,0 +1,85 @@
+"""Gathers: what is looked up is whole, the index and everything beside it maps."""
+
+from __future__ import annotations
+
+from autoplan.rules.signature import OPAQUE, Call, Dims, Inner, Signature, aligned, labels, sign
+from runtime.instr import Ref
+
+
+def embedding(call: Call) -> Signature | None:
+    """embedding(weight[v, h], ids[...]): a divided vocabulary leaves partial sums (Megatron-LM, section 3)."""
+    if call.get("scale_grad_by_freq", False) or call.get("sparse", False):
+        return None
+    return sign(call, "v h, b* -> b* h", linear=((0,),), inner={"v": Inner("sum", "runtime.vocab_embedding")})
+
+
+def gather(call: Call) -> Signature:
+    """gather(x, dim, index): dimensions beside `dim` where the index has the length of x."""
+    shape, index = call.shape("self"), call.shape("index")
+    rank = len(shape)
+    if not rank:
+        return Signature(((), ()), ((),), linear=((0,),))
+    dim = int(call.args["dim"]) % rank  # type: ignore[arg-type]
+    shared = [k != dim and shape[k] == index[k] for k in range(rank)]
+    read = tuple(d if shared[k] else OPAQUE for k, d in enumerate(labels(rank)))
+    wrote = tuple(d if shared[k] or k == dim else OPAQUE for k, d in enumerate(labels(rank)))
+    return Signature((read, wrote), (wrote,), linear=((0,),))
+
+
+def index_select(call: Call) -> Signature:
+    shape = call.shape("self")
+    dim = int(call.args["dim"]) % max(len(shape), 1)  # type: ignore[arg-type]
+    dims = labels(len(shape))
+    read = (*dims[:dim], OPAQUE, *dims[dim + 1 :])
+    return Signature((read, (dims[dim],)), (dims,), linear=((0,),)) if call.rank("index") == 1 else Signature((read, ()), (dims,), linear=((0,),))
+
+
+def index(call: Call) -> Signature | None:
+    """x[:, i, j]: integer indices are broadcast together; they replace the dimensions that they index."""
+    given = call.args["indices"]
+    assert isinstance(given, tuple)
+    if any(call.inputs[i].dtype in ("bool", "uint8") for i in call.at["indices"]):
+        return None  # the number of results depends on the data
+    shape, out = call.shape("self"), call.out()
+    where = [k for k, item in enumerate(given) if isinstance(item, Ref)]
+    joint = tuple(out[len(out) - 0 :])
+    count = max(call.inputs[i].shape.__len__() for i in call.at["indices"])
+    kept = [k for k in range(len(shape)) if k not in where]
+    together = where[-1] - where[0] + 1 == len(where)
+    first = where[0] if together else 0
+    joint = out[first : first + count]
+    looked = tuple((f"j{k}",) for k in range(count))
+    rest: Dims = tuple((f"d{k}",) for k in kept)
+    reads = (tuple(OPAQUE if k in where else (f"d{k}",) for k in range(len(shape))), *(aligned(call.inputs[i].shape, joint, "j") for i in call.at["indices"]))
+    return Signature(reads, (rest[:first] + looked + rest[first:],), linear=((0,),))
+
+
+def scatter(call: Call) -> Signature | None:
+    """scatter(x, dim, index, src): dimensions beside `dim` that all of them share."""
+    if len({spec.shape.__len__() for spec in call.inputs}) != 1:
+        return None
+    rank = call.rank("self")
+    dim = int(call.args["dim"]) % rank  # type: ignore[arg-type]
+    shared = [k != dim and len({spec.shape[k] for spec in call.inputs}) == 1 for k in range(rank)]
+    dims = tuple(d if shared[k] else OPAQUE for k, d in enumerate(labels(rank)))
+    return Signature((dims,) * len(call.inputs), (dims,))
+
+
+def one_hot(call: Call) -> Signature | None:
+    return sign(call, "b* -> b* _") if call.get("num_classes", -1) > 0 else None
+
+
+def bucketize(call: Call) -> Signature:
+    return sign(call, "b*, _* -> b*")
+
+
+RULES = {
+    "aten.embedding": embedding,
+    "aten.gather": gather,
+    "aten.index_select": index_select,
+    "aten.index": index,
+    **{f"aten.{name}": scatter for name in ("scatter", "scatter_add", "scatter_reduce")},
+    "aten.one_hot": one_hot,
+    "aten.bucketize.Tensor": bucketize,
+    "aten.isin.Tensor_Tensor": bucketize,
+}

@@ -1,0 +1,38 @@
+"""Losses: under reduction "sum" rows leave partial sums, under "none" they map; a mean is never divided."""
+
+from __future__ import annotations
+
+from autoplan.rules.signature import Call, Inner, Signature, aligned, labels, sign
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # aten's codes of `reduction`
+_VOCABULARY = Inner("inner", "runtime.vocab_cross_entropy", (("all_reduce", ("in", 1), "forward"),) * 3)
+
+
+def cross_entropy(call: Call) -> Signature | None:
+    """cross_entropy(logits[n, v, ...], labels[n, ...]). Divided classes: three sums per row (Megatron-LM, section 3)."""
+    logits, target = call.inputs[0].shape, call.inputs[1].shape
+    reduction = call.get("reduction", _MEAN)
+    if reduction == _MEAN or len(target) != len(logits) - 1 or len(logits) < 2:
+        return None
+    rows = "n s*"
+    text = f"n v s*, {rows}" + (", v" if len(call.inputs) > 2 else "") + " -> " + (rows if reduction == _NONE else "")
+    plain = len(logits) == 2 and len(call.inputs) == 2
+    return sign(call, text, sums="n s*" if reduction == _SUM else "", whole="" if plain else "v", inner={"v": _VOCABULARY} if plain else {})
+
+
+def elementwise_loss(call: Call) -> Signature | None:
+    """mse_loss and its kin over operands that are broadcast together."""
+    reduction = call.get("reduction", _MEAN)
+    if reduction == _MEAN:
+        return None
+    rank = max(len(spec.shape) for spec in call.inputs)
+    full = tuple(max(spec.shape[k - rank + len(spec.shape)] for spec in call.inputs if len(spec.shape) >= rank - k) for k in range(rank))
+    reads = tuple(aligned(spec.shape, full) for spec in call.inputs)
+    if reduction == _NONE:
+        return Signature(reads, (labels(rank),))
+    return Signature(reads, ((),), sums=frozenset(f"d{k}" for k in range(rank)))
+
+
+_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss")
+
+RULES = {"aten.cross_entropy_loss": cross_entropy, **{f"aten.{name}": elementwise_loss for name in _LOSSES}}

@@ -1,0 +1,69 @@
+"""Normalisations: the dimensions whose statistics are taken stay whole, or are divided with communication inside."""
+
+from __future__ import annotations
+
+from autoplan.rules.signature import Call, Inner, Signature, labels, sign
+
+_STATISTICS = (("all_reduce", ("out", 1), "forward"),) * 2 + (("all_reduce", ("out", 1), "backward"),) * 2
+
+
+def over_last(call: Call) -> Signature:
+    """layer_norm and rms_norm over the last len(normalized_shape) dimensions."""
+    shape = call.args["normalized_shape"]
+    assert isinstance(shape, tuple)
+    rank = len(call.inputs[0].shape)
+    split = rank - len(shape)
+    dims = tuple((f"b{k}",) if k < split else (f"n{k - split}",) for k in range(rank))
+    stats = tuple(d if k < split else () for k, d in enumerate(dims))
+    writes = (dims, *((stats,) * (sum(spec is not None for spec in call.outputs) - 1)))
+    return Signature((dims, *((dims[split:],) * (len(call.inputs) - 1))), writes, whole=frozenset(f"n{k}" for k in range(len(shape))))
+
+
+def over_groups(call: Call) -> Signature:
+    """group_norm(x[n, (g c), ...], groups, weight[(g c)], bias[(g c)])."""
+    groups = int(call.args["num_groups"])  # type: ignore[arg-type]
+    shape = call.inputs[0].shape
+    fields = {"whole": "c s*", "sizes": {"g": groups, "c": shape[1] // groups}}
+    return sign(call, "n (g c) s*" + ", (g c)" * (len(call.inputs) - 1) + " -> n (g c) s*", **fields)
+
+
+def per_channel(call: Call) -> Signature | None:
+    """batch_norm in evaluation: a fixed scale and shift. In training it has the form `runtime.batch_norm`."""
+    if call.get("training", False):
+        return None
+    return sign(call, "n c s*" + ", c" * (len(call.inputs) - 1) + " -> n c s*")
+
+
+def over_batch(call: Call) -> Signature:
+    """runtime.batch_norm(x[n, c, ...], weight[c], bias[c], mean[c], var[c]) -> y, new mean, new var.
+
+    Rows and positions are divided with the statistics summed over the ranks (Ioffe and Szegedy 2015, section 3).
+    """
+    inner = Inner("inner", "runtime.sync_batch_norm", _STATISTICS)
+    rank = len(call.inputs[0].shape)
+    divided = ("n", *(f"s{k}" for k in range(rank - 2)))
+    return sign(call, "n c s*" + ", c" * (len(call.inputs) - 1) + " -> n c s*, c, c", inner=dict.fromkeys(divided, inner))
+
+
+def per_instance(call: Call) -> Signature | None:
+    if len(call.inputs) > 3 or not call.get("use_input_stats", True):
+        return None
+    return sign(call, "n c s*" + ", c" * (len(call.inputs) - 1) + " -> n c s*", whole="s*")
+
+
+def unit(call: Call) -> Signature:
+    """cosine_similarity(x, y, dim) over operands of one shape."""
+    rank = len(call.inputs[0].shape)
+    dim = int(call.get("dim", 1)) % rank
+    dims = labels(rank)
+    return Signature((dims, dims), (dims[:dim] + dims[dim + 1 :],), whole=frozenset({f"d{dim}"}))
+
+
+RULES = {
+    **{f"aten.{name}": over_last for name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")},
+    "aten.group_norm": over_groups,
+    "aten.batch_norm": per_channel,
+    "runtime.batch_norm": over_batch,
+    "aten.instance_norm": per_instance,
+    "aten.cosine_similarity": unit,
+}

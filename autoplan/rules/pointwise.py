@@ -1,0 +1,65 @@
+"""Elementwise operators: every output dimension is a free loop, operands are aligned from the right."""
+
+from __future__ import annotations
+
+from autoplan.rules.signature import Call, Signature, aligned, labels, scalar
+
+_JOINT = {"add", "sub", "__add__", "__sub__"}  # linear in both tensors together; with a number they are affine, hence not linear
+_EACH = {"mul", "scale_by_count"}  # linear in each factor
+_FIRST = {"div", "true_divide", "scale_by_count"}
+_SELF = {"neg", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "real", "positive", "view_as_real"}
+
+
+def elementwise(call: Call) -> Signature:
+    """Operands broadcast against the output."""
+    out = call.out()
+    reads = tuple(aligned(spec.shape, out) for spec in call.inputs)
+    return Signature(reads, tuple(labels(len(out)) for spec in call.outputs if spec is not None), linear=_linear(call))
+
+
+def like(call: Call) -> Signature:
+    """`zeros_like` and its kin: the operand gives its shape alone."""
+    rank = len(call.out())
+    return Signature((labels(rank),), (labels(rank),))
+
+
+def inert_dropout(call: Call) -> Signature | None:
+    """A dropout that drops nothing is the identity; one that draws is split only in its counter-based form."""
+    return elementwise(call) if not call.get("train", True) or not call.get("p") else None
+
+
+def per_channel_slope(call: Call) -> Signature:
+    """prelu(x[n, c, ...], weight[c] or weight[1])."""
+    rank = call.rank("self")
+    slope = ("d1",) if rank > 1 and call.shape("weight") == (call.shape("self")[1],) else ()
+    if rank == 1 and call.shape("weight") != (1,):
+        slope = ("d0",)
+    return Signature((labels(rank), (slope,) * call.rank("weight")), (labels(rank),))
+
+
+def _linear(call: Call) -> tuple[tuple[int, ...], ...]:
+    name = call.target.split(".")[1]
+    count = len(call.inputs)
+    if name in _SELF and count == 1:
+        return ((0,),)
+    if name in _JOINT and count == 2:
+        return ((0, 1),)
+    if name in _EACH and call.target.split(".")[0] == "aten":
+        return tuple((i,) for i in range(count))
+    if name in _FIRST and call.get("rounding_mode") is None and (call.at.get("self") or call.at.get("x")) == (0,):
+        return ((0,),)
+    return ()
+
+
+_COPIES = ("to", "_to_copy", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "clone", "type_as", "nan_to_num", "feature_dropout")
+
+RULES = {
+    **{f"aten.{name}": elementwise for name in _COPIES},
+    **{f"aten.{name}": like for name in ("zeros_like", "ones_like", "full_like", "empty_like")},
+    "aten.dropout": inert_dropout,
+    "aten.prelu": per_channel_slope,
+    "aten._prelu_kernel": elementwise,
+    "runtime.dropout": elementwise,
+    "runtime.scale_by_count": elementwise,
+}
+__all__ = ["RULES", "elementwise", "scalar"]
