@@ -48,12 +48,8 @@ def _gathered(x: torch.Tensor, sizes: list[int], dim: int = 0) -> torch.Tensor:
 
 def _batch_norm(dtype: torch.dtype, shares: list[int]) -> tuple[dict[str, float], tuple[Traffic, ...]]:
     axis = _tp()
-    x, weight, bias, dy = (
-        make(sum(shares), 4, 3, 3, dtype=dtype, seed=0),
-        make(4, dtype=dtype, seed=1),
-        make(4, dtype=dtype, seed=2),
-        make(sum(shares), 4, 3, 3, dtype=dtype, seed=3),
-    )
+    x, dy = (make(sum(shares), 4, 3, 3, dtype=dtype, seed=seed) for seed in (0, 3))
+    weight, bias = make(4, dtype=dtype, seed=1), make(4, dtype=dtype, seed=2)
     mean, var = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
     start = sum(shares[: axis.index])
     rows = slice(start, start + shares[axis.index])
