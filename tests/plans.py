@@ -1,0 +1,103 @@
+"""Plans made by hand or by chance, without a search: for tests of lowering and running."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from autoplan.forecast import Forecast
+from autoplan.graph import Graph, Op, Option, options
+from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, conversion
+from autoplan.plan import BlockPlan, Plan, StagePlan
+
+NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
+
+
+def even_stages(graph: Graph, num_stages: int) -> tuple[StagePlan, ...]:
+    """Blocks dealt to stages by FLOPs, each stage at least one block."""
+    weights = [sum(op.flops for op in graph.ops[b.start : b.stop]) + 1 for b in graph.blocks]
+    total, cuts, seen = sum(weights), [0], 0
+    for i, weight in enumerate(weights):
+        left_blocks, left_stages = len(weights) - i, num_stages - len(cuts)
+        if left_stages and i > cuts[-1] and (seen >= total * len(cuts) / num_stages or left_blocks <= left_stages):
+            cuts.append(i)
+        seen += weight
+    cuts.append(len(weights))
+    assert len(cuts) == num_stages + 1, "fewer blocks than stages"
+    return tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, n) for n, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)))
+
+
+def manual_plan(
+    graph: Graph,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    num_micro_batches: int = 1,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    splits: Mapping[str, Mapping[str, str]] | None = None,
+) -> Plan:
+    """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split)."""
+    assert graph.batch_size is not None
+    splits = splits or {}
+    patterns = {block.pattern: block.name for block in reversed(graph.blocks)}
+    blocks = tuple(BlockPlan(pattern, name, splits.get(pattern, {}), {}, recompute) for pattern, name in patterns.items())
+    return Plan(
+        model=graph.name,
+        model_fingerprint=graph.fingerprint,
+        cluster="cpu",
+        cluster_fingerprint="",
+        global_batch=graph.batch_size,
+        micro_batch_size=max(1, graph.batch_size // dp // num_micro_batches),
+        num_micro_batches=num_micro_batches,
+        axes=(("pp", pp), ("dp", dp), ("tp", tp)),
+        zero=zero,
+        zero_group=None,
+        schedule=schedule,
+        num_chunks=1,
+        precision=None,
+        optimizer="sgd",
+        stages=even_stages(graph, pp),
+        blocks=blocks,
+        forecast=NO_FORECAST,
+        gap=0.0,
+        space={},
+    )
+
+
+def random_splits(graph: Graph, tp: int, seed: int) -> dict[str, dict[str, str]]:
+    """For every block pattern, a random option for every op that its operands can be read as: any such choice has to be exact."""
+    rng = random.Random(seed)
+    produced: dict[str, Layout] = {}
+    chosen: dict[str, dict[str, str]] = {}
+    for block in graph.blocks:
+        known = chosen.get(block.pattern)
+        fresh = known is None
+        picks = {} if known is None else known
+        first = next(b for b in graph.blocks if b.pattern == block.pattern)
+        for offset in range(block.stop - block.start):
+            op = graph.ops[block.start + offset]
+            name = graph.ops[first.start + offset].name
+            allowed = [o for o in options(graph, op, tp) if _readable(graph, op, o, produced, block.start)]
+            if fresh:
+                picks[name] = rng.choice(allowed).label
+            option = next(o for o in allowed if o.label == picks[name])
+            produced.update(zip(op.outputs, option.writes, strict=True))
+        chosen[block.pattern] = picks
+    return chosen
+
+
+def _readable(graph: Graph, op: Op, option: Option, produced: Mapping[str, Layout], block_start: int) -> bool:
+    loop = next((loop for loop in op.loops if loop.label == option.label), None)
+    if loop is not None and loop.factor == graph.batch_factor:
+        return False
+    for name, read in zip(op.operands, option.reads, strict=True):
+        inside = graph.producer.get(name, -1) >= block_start
+        src = produced.get(name, WHOLE)
+        read = WHOLE if read == VARY and not graph.values[name].requires_grad else read
+        # another instance of the block may find a complete value where this one finds a partial sum
+        if conversion(src, read) is None or (read == PARTIAL and not inside):
+            return False
+    return True
