@@ -1,0 +1,134 @@
+"""Constraints: what the user fixes. A field that is set is obeyed, a field left None is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from autoplan.errors import InfeasibleError, UsageError
+
+_CHOICES: Mapping[str, tuple] = {
+    "tensor": ("1d", "1.5d", "2d", "2.5d", "3d"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb", "zbv"),
+    "recompute": ("none", "selective", "full"),
+    "sync": ("allreduce", "ps", "async"),
+    "compression": ("8bit", "1bit", "1bit-adam"),
+    "zero": (0, 1, 2, 3),
+    "delay": (0, 1),
+}
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "zero_group", "micro_batch_size", "num_chunks", "max_memory_bytes")
+
+# What a field may say today; everything else is refused with the reason, never ignored.
+_SUPPORTED: Mapping[str, tuple[tuple, str]] = {
+    "cp": ((1,), "context parallelism is not searched yet; sequences are split by tp (sequence_parallel)"),
+    "ep": ((1,), "expert parallelism is not searched yet; experts are split by tp"),
+    "tensor": (("1d",), "only one tensor axis is searched"),
+    "schedule": (("gpipe", "1f1b"), "only gpipe and 1f1b are searched"),
+    "num_chunks": ((1,), "a rank holds one stage in gpipe and 1f1b"),
+    "recompute": (("none", "full"), "selective recomputation is not searched yet"),
+    "sync": (("allreduce",), "gradients are summed by all_reduce"),
+    "delay": ((0,), "an update uses the gradients of its own step"),
+}
+_REFUSED: Mapping[str, str] = {
+    "staleness": "gradients are never stale: updates are synchronous",
+    "compression": "gradients are sent uncompressed, so that results stay exact",
+    "placement": "modules are placed by stage cuts; fix them with pp and stage_layers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Fixed parts of a plan. None: searched. See docs/getting-started.md for the values of each field.
+
+    Raises UsageError for a value outside a field's range.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    tensor: str | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+    zero_group: int | None = None
+    micro_batch_size: int | None = None
+    schedule: str | None = None
+    num_chunks: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+    recompute: str | None = None
+    placement: Mapping[str, int] | None = None
+    sync: str | None = None
+    staleness: int | None = None
+    delay: int | None = None
+    compression: str | None = None
+    max_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UsageError(f"constraint {name}={value!r}: a whole number of at least 1 is needed")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise UsageError(f"constraint {name}={value!r}: it must be one of {', '.join(map(str, allowed))}")
+        if self.sequence_parallel is not None and not isinstance(self.sequence_parallel, bool):
+            raise UsageError(f"constraint sequence_parallel={self.sequence_parallel!r}: it must be True or False")
+        if self.stage_layers is not None:
+            layers = tuple(self.stage_layers)
+            if not layers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in layers):
+                raise UsageError(f"constraint stage_layers={self.stage_layers!r}: one number of layers a stage is needed, like (8, 8, 8, 8)")
+            object.__setattr__(self, "stage_layers", layers)
+            if self.pp is not None and self.pp != len(layers):
+                raise UsageError(f"constraints stage_layers={layers} and pp={self.pp} disagree: give {self.pp} numbers of layers, or pp={len(layers)}")
+
+    def described(self) -> str:
+        """The fields that are set, as text: "tp=4, zero=3"."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) is not None) or "none"
+
+
+def check_supported(constraints: Constraints) -> None:
+    """Raises InfeasibleError, with the reason, for a fixed value that the search cannot give."""
+    for name, (allowed, reason) in _SUPPORTED.items():
+        value = getattr(constraints, name)
+        if value is not None and value not in allowed:
+            fix = " or ".join(f"{name}={v!r}" for v in allowed)
+            raise InfeasibleError(f"constraint {name}={value!r} cannot be had: {reason}. Leave it out, or say {fix}")
+    for name, reason in _REFUSED.items():
+        if getattr(constraints, name) is not None:
+            raise InfeasibleError(f"constraint {name}={getattr(constraints, name)!r} cannot be had: {reason}. Leave it out")
+
+
+def check_degrees(constraints: Constraints, world_size: int, batch: int | None) -> None:
+    """Raises InfeasibleError where fixed degrees cannot multiply to `world_size` or do not divide the global batch."""
+    fixed = {name: getattr(constraints, name) for name in ("pp", "dp", "tp") if getattr(constraints, name) is not None}
+    if constraints.stage_layers is not None:
+        fixed["pp"] = len(constraints.stage_layers)
+    product = 1
+    for degree in fixed.values():
+        product *= degree
+    asked = " x ".join(f"{name}={degree}" for name, degree in fixed.items())
+    if len(fixed) == 3 and product != world_size:
+        raise InfeasibleError(
+            f"constraints {asked} multiply to {product}, but the cluster has {world_size} devices: leave one degree out, or make the product {world_size}"
+        )
+    if world_size % product:
+        raise InfeasibleError(f"constraints {asked} multiply to {product}, which does not divide the cluster's {world_size} devices")
+    if batch is not None and constraints.dp is not None and batch % constraints.dp:
+        raise InfeasibleError(
+            f"dp={constraints.dp} does not divide the global batch of {batch} rows: nearest that does is dp={nearest_divisor(batch, constraints.dp)}"
+        )
+    size = constraints.micro_batch_size
+    if batch is not None and size is not None:
+        share = batch // (constraints.dp or 1)
+        if share % size:
+            raise InfeasibleError(
+                f"micro_batch_size={size} does not divide the {share} rows of a replica (global batch {batch}, dp={constraints.dp or 1}): "
+                f"nearest that does is {nearest_divisor(share, size)}"
+            )
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, the smaller of two."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

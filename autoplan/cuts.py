@@ -1,0 +1,81 @@
+"""Stage boundaries: the best way to cut a chain of blocks into contiguous stages.
+
+Given w_i, the seconds of block i for one micro-batch, and fits[j](a, b), whether stage j can hold blocks [a, b):
+
+    best[1](b)     = W(0, b)                                      if fits[0](0, b)
+    best[j + 1](b) = min over a of max(best[j](a), W(a, b))       if fits[j](a, b),  W(a, b) = w_a + ... + w_(b-1)
+
+is the smallest possible slowest stage, in O(k n^2) vectorised steps. Among cuts with the same slowest stage the one with the
+smallest sum of squares is taken (a second pass bounded by the optimum), then the one with the earliest boundaries, so
+that equal inputs give equal cuts. A stage is never empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoplan.errors import InfeasibleError
+
+# Relative slack within which two bottlenecks count as equal: sums of the same terms in another order.
+_ROUNDING = 1e-12
+
+
+def best_cuts(seconds: Sequence[float], num_stages: int, fits: Sequence[np.ndarray] | None = None) -> tuple[int, ...] | None:
+    """Starts of the stages and the end: num_stages + 1 indices from 0 to len(seconds). None where no cut fits.
+
+    `fits[j][a, b]` is whether stage j can hold blocks [a, b), an (n + 1, n + 1) boolean array. Raises InfeasibleError where
+    there are fewer blocks than stages.
+    """
+    n = len(seconds)
+    if num_stages < 1 or n < num_stages:
+        raise InfeasibleError(f"{num_stages} pipeline stages were asked for, but the model has {n} blocks that can be cut apart: use pp <= {n}")
+    ends = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=float))])
+    work = ends[None, :] - ends[:, None]  # work[a, b]
+    forward = np.arange(n + 1)[None, :] > np.arange(n + 1)[:, None]
+    allowed = [forward if fits is None else forward & fits[j] for j in range(num_stages)]
+    bottleneck = _fill(work, allowed, np.maximum)[0][-1][n]
+    if not np.isfinite(bottleneck):
+        return None
+    limit = bottleneck * (1 + _ROUNDING) + 1e-300
+    square = work * work
+    _, choice = _fill(square, [ok & (work <= limit) for ok in allowed], np.add)
+    cuts = [n]
+    for j in range(num_stages - 1, 0, -1):
+        cuts.append(int(choice[j][cuts[-1]]))
+    return (0, *reversed(cuts)) if num_stages > 1 else (0, n)
+
+
+def _fill(cost: np.ndarray, allowed: Sequence[np.ndarray], combine: np.ufunc) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """best[j][b] and the a that gives it, for stages 0..j over blocks [0, b)."""
+    best = [np.where(allowed[0][0], cost[0], np.inf)]
+    choice = [np.zeros(cost.shape[0], dtype=int)]
+    for ok in allowed[1:]:
+        table = np.where(ok, combine(best[-1][:, None], cost), np.inf)
+        choice.append(np.argmin(table, axis=0))
+        best.append(table.min(axis=0))
+    return best, choice
+
+
+def layer_cuts(is_layer: Sequence[bool], layers: Sequence[int]) -> tuple[int, ...]:
+    """Cuts that give each stage the stated number of layers. Blocks that are no layer stay with the layer before them,
+    those before the first layer with the first stage.
+
+    Raises InfeasibleError where the numbers do not add up, or a stage would be empty.
+    """
+    total = sum(is_layer)
+    if sum(layers) != total:
+        raise InfeasibleError(f"stage_layers={tuple(layers)} places {sum(layers)} layers, but the model has {total}")
+    where = [i for i, layer in enumerate(is_layer) if layer]
+    cuts = [0]
+    placed = 0
+    for count in layers[:-1]:
+        placed += count
+        # a last stage without layers takes the blocks behind the last layer; a first one those before the first
+        cuts.append(where[placed] if placed < total else where[-1] + 1 if where else 0)
+    cuts.append(len(is_layer))
+    if any(a >= b for a, b in itertools.pairwise(cuts)):
+        raise InfeasibleError(f"stage_layers={tuple(layers)} leaves a stage without any block: give each stage at least one layer")
+    return tuple(cuts)

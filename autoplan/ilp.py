@@ -1,0 +1,292 @@
+"""The integer program of one block (autoplan/problem.py has the terms), built with PuLP, solved by HiGHS in this process.
+
+    minimise   m * ( sum op[o,k] x[o,k] + sum move[v,s,d] y[v,s,d] ) + sum deferred[w] a[w] + (m - 1) deferred[w] z[w]
+               + u * P + q * A
+
+    binary     x[o,k]     operator o takes option k; the only integer variables
+    continuous y[v,s,d]   value v, lying as s, is converted to d
+               r[w,s]     parameter w rests split as s
+               a[w]       some read of w is VARY;  z[w]: some is and some is not
+               k[v,b]     v is kept for the backward pass whole (b=0) or divided (b=1)
+
+    sum_k x[o,k] = 1
+    S[v,s] = sum of x[o,k] over the options of v's producer that write s (1 for the fixed layout of a value from outside)
+    R_c[v,d] = sum of x[c,k] over the options in which reader c reads v as d
+    R_c[v,d] <= sum over s of y[v,s,d],  y[v,s,d] <= S[v,s]           for every reader c; s only where a conversion exists
+    r[w,s] <= R_c[w,s];  sum_s r[w,s] <= 1;  rest fixed as s: R_c[w,s] = 1
+    R_c[w,s] <= y[w,WHOLE,s] + r[w,s];   R_c[w,VARY] <= a[w];   R_c[w,VARY] - R_c'[w,VARY] <= z[w]
+    x[o,k] <= k[v,b]  summed over the options k of o that keep v as b
+    parameter_factor * P + saved_factor * A <= limit
+
+Given x, every continuous variable takes its smallest feasible value, so the optimum is that of problem.evaluate.
+Conversions that cost nothing need no y: S[v,s] stands in their place. Solver traps: HiGHS refuses another thread count
+later in one process, so it is always 1; a run that ends at its time limit reports "optimal", so `sol_status` decides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.errors import AutoplanError
+from autoplan.layout import VARY, WHOLE, Layout, Split
+from autoplan.problem import BlockPoint, BlockProblem, Budget, Price, evaluate
+
+
+class _Expr:
+    """A linear expression: column -> coefficient, and a constant."""
+
+    __slots__ = ("constant", "terms")
+
+    def __init__(self, terms: dict[int, float] | None = None, constant: float = 0.0) -> None:
+        self.terms = {} if terms is None else terms
+        self.constant = constant
+
+    def plus(self, other: _Expr, factor: float = 1.0) -> _Expr:
+        terms = dict(self.terms)
+        for column, coefficient in other.terms.items():
+            terms[column] = terms.get(column, 0.0) + factor * coefficient
+        return _Expr(terms, self.constant + factor * other.constant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """One operand of one operator, or the boundary: layout -> expression that it is read so."""
+
+    reads: Mapping[Layout, _Expr]
+
+
+class _Model:
+    """Columns and rows, independent of the solver's library."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.integer: list[bool] = []
+        self.rows: list[tuple[_Expr, str]] = []  # expression (sense) 0
+        self.offset = 0.0
+
+    def column(self, cost: float = 0.0, integer: bool = False) -> _Expr:
+        self.costs.append(cost)
+        self.integer.append(integer)
+        return _Expr({len(self.costs) - 1: 1.0})
+
+    def at_most_zero(self, expr: _Expr) -> None:
+        if expr.terms or expr.constant > 1e-12:
+            self.rows.append((expr, "<="))
+
+    def zero(self, expr: _Expr) -> None:
+        self.rows.append((expr, "=="))
+
+    def charge(self, expr: _Expr, cost: float) -> None:
+        for column, coefficient in expr.terms.items():
+            self.costs[column] += cost * coefficient
+        self.offset += cost * expr.constant
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best choice and a proved lower bound of its objective (equal to it, up to rounding, unless time ran out)."""
+
+    point: BlockPoint
+    picks: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+
+
+def solve(problem: BlockProblem, price: Price, budget: Budget | None = None, time_limit_s: float | None = None) -> Solution | None:
+    """The cheapest choice of every operator's option; None where nothing satisfies the boundary and the budget.
+
+    Raises AutoplanError where no solver is installed, or the solver fails.
+    """
+    picks = _only_choice(problem)
+    bound_s = None
+    if picks is None:
+        model, chosen = _formulate(problem, price, budget)
+        values, bound_s = _run(model, problem.name, time_limit_s)
+        if values is None:
+            return None
+        picks = tuple(_pick(columns, values) for columns in chosen)
+    point = evaluate(problem, picks)
+    if point is None or (budget is not None and not budget.holds(point)):
+        assert bound_s is None, f"the solver's choice for {problem.name} cannot be had"
+        return None
+    objective_s = price.of(point)
+    return Solution(point, picks, objective_s, objective_s if bound_s is None else min(bound_s, objective_s))
+
+
+def _only_choice(problem: BlockProblem) -> tuple[int, ...] | None:
+    return (0,) * len(problem.items) if all(len(item.choices) == 1 for item in problem.items) else None
+
+
+def _pick(columns: tuple[int, ...], values: list[float]) -> int:
+    return max(range(len(columns)), key=lambda k: values[columns[k]]) if columns else 0
+
+
+def _formulate(problem: BlockProblem, price: Price, budget: Budget | None) -> tuple[_Model, list[tuple[int, ...]]]:
+    model = _Model()
+    m = price.num_micro_batches
+    picks: list[tuple[int, ...]] = []
+    lies: dict[str, dict[Layout, _Expr]] = {name: {layout: _Expr(constant=1.0)} for name, layout in problem.sources.items()}
+    readers: dict[str, list[_Reader]] = {}
+    kept: dict[tuple[str, bool], list[_Expr]] = {}
+    saved = _Expr()
+    for item in problem.items:
+        if len(item.choices) == 1:
+            xs = [_Expr(constant=1.0)]
+            picks.append(())
+        else:
+            xs = [model.column(integer=True) for _ in item.choices]
+            picks.append(tuple(next(iter(x.terms)) for x in xs))
+            model.zero(_sum(xs).plus(_Expr(constant=-1.0)))
+        for x, choice in zip(xs, item.choices, strict=True):
+            model.charge(x, m * choice.seconds)
+            saved = saved.plus(x, choice.extra_bytes)
+        for position, name in enumerate(item.outputs):
+            lies[name] = _by_layout(xs, [choice.option.writes[position] for choice in item.choices])
+        for position, name in enumerate(item.operands):
+            readers.setdefault(name, []).append(_Reader(_by_layout(xs, [choice.option.reads[position] for choice in item.choices])))
+        for key in dict.fromkeys(key for choice in item.choices for key in choice.saved):
+            kept.setdefault(key, []).append(_sum([x for x, choice in zip(xs, item.choices, strict=True) if key in choice.saved]))
+    for name, layout in problem.wanted:
+        readers.setdefault(name, []).append(_Reader({layout: _Expr(constant=1.0)}))
+    parameters = _Expr()
+    for name, found in readers.items():
+        if name in problem.weights:
+            parameters = parameters.plus(_weight_rows(model, problem, name, found, m))
+        else:
+            _value_rows(model, problem, name, lies[name], found, m)
+    for (root, divided), expressions in kept.items():
+        num_bytes = problem.saved_bytes[root] // (problem.degree if divided else 1)
+        saved = saved.plus(_largest(model, expressions), num_bytes)
+    model.charge(parameters, price.per_parameter_byte_s)
+    model.charge(saved, price.per_saved_byte_s)
+    if budget is not None:
+        scale = 1.0 / max(1.0, budget.limit_bytes)
+        used = _Expr().plus(parameters, budget.parameter_factor * scale).plus(saved, budget.saved_factor * scale)
+        model.at_most_zero(used.plus(_Expr(constant=-budget.limit_bytes * scale)))
+    return model, picks
+
+
+def _sum(expressions: list[_Expr]) -> _Expr:
+    total = _Expr()
+    for expression in expressions:
+        total = total.plus(expression)
+    return total
+
+
+def _by_layout(xs: list[_Expr], layouts: list[Layout]) -> dict[Layout, _Expr]:
+    found: dict[Layout, _Expr] = {}
+    for x, layout in zip(xs, layouts, strict=True):
+        found[layout] = found[layout].plus(x) if layout in found else x
+    return found
+
+
+def _largest(model: _Model, expressions: list[_Expr]) -> _Expr:
+    """An expression that is at least each of `expressions`, and no larger than it must be."""
+    if len(expressions) == 1 or any(not e.terms and e.constant >= 1.0 for e in expressions):
+        return expressions[0] if len(expressions) == 1 else _Expr(constant=1.0)
+    top = model.column()
+    for expression in expressions:
+        model.at_most_zero(expression.plus(top, -1.0))
+    return top
+
+
+def _value_rows(model: _Model, problem: BlockProblem, name: str, lies: Mapping[Layout, _Expr], readers: list[_Reader], m: int) -> None:
+    for dst in dict.fromkeys(layout for reader in readers for layout in reader.reads):
+        supply = _Expr()
+        for src, share in lies.items():
+            move = problem.moves.get((name, src, dst))
+            if src == dst or (move is not None and move.seconds == 0.0):
+                supply = supply.plus(share)
+            elif move is not None:
+                y = model.column(m * move.seconds)
+                model.at_most_zero(y.plus(share, -1.0))
+                supply = supply.plus(y)
+        for reader in readers:
+            if dst in reader.reads:
+                model.at_most_zero(reader.reads[dst].plus(supply, -1.0))
+
+
+def _weight_rows(model: _Model, problem: BlockProblem, name: str, readers: list[_Reader], m: int) -> _Expr:
+    """Rows of one parameter; returns its resting bytes."""
+    weight = problem.weights[name]
+    layouts = list(dict.fromkeys(layout for reader in readers for layout in reader.reads))
+    splits = [layout for layout in layouts if isinstance(layout, Split)]
+    nobody = _Expr()
+    rests: dict[Layout, _Expr] = {}
+    for split in splits:
+        if weight.rest is None:
+            rests[split] = _least(model, [reader.reads.get(split, nobody) for reader in readers])
+        else:
+            rests[split] = _Expr(constant=1.0 if weight.rest == split else 0.0)
+            if weight.rest == split:
+                for reader in readers:
+                    model.zero(reader.reads.get(split, nobody).plus(_Expr(constant=-1.0)))
+            elif len(readers) == 1:
+                model.zero(readers[0].reads[split])  # a parameter read only so would rest so
+    if isinstance(weight.rest, Split) and weight.rest not in rests:
+        model.zero(_Expr(constant=1.0))  # nobody can read it as it rests
+    for split in splits:
+        move = problem.moves.get((name, WHOLE, split))
+        if move is not None and move.seconds > 0.0 and len(readers) > 1:
+            y = model.column(m * move.seconds)
+            for reader in readers:
+                if split in reader.reads:
+                    model.at_most_zero(reader.reads[split].plus(rests[split], -1.0).plus(y, -1.0))
+    varying = [reader.reads.get(VARY, nobody) for reader in readers]
+    if weight.requires_grad and VARY in layouts:
+        model.charge(_largest(model, varying), weight.deferred_s)
+        if len(readers) > 1 and m > 1:
+            mixed = model.column((m - 1) * weight.deferred_s)
+            for i, some in enumerate(varying):
+                for j, other in enumerate(varying):
+                    if i != j:
+                        model.at_most_zero(some.plus(other, -1.0).plus(mixed, -1.0))
+    bytes_at_rest = _Expr(constant=float(weight.num_bytes))
+    for rest in rests.values():
+        bytes_at_rest = bytes_at_rest.plus(rest, weight.num_bytes // problem.degree - weight.num_bytes)
+    return bytes_at_rest
+
+
+def _least(model: _Model, expressions: list[_Expr]) -> _Expr:
+    """An expression that is at most each of `expressions`; the objective pushes it up."""
+    if len(expressions) == 1:
+        return expressions[0]
+    low = model.column()
+    for expression in expressions:
+        model.at_most_zero(low.plus(expression, -1.0))
+    return low
+
+
+def _run(model: _Model, name: str, time_limit_s: float | None) -> tuple[list[float] | None, float]:
+    """Column values and a lower bound in seconds; (None, 0) where the program has no solution."""
+    if importlib.util.find_spec("pulp") is None or importlib.util.find_spec("highspy") is None:
+        raise AutoplanError("the planner needs the packages pulp (below version 4) and highspy, and they are not installed: pip install 'pulp<4' highspy")
+    import pulp
+
+    if not hasattr(pulp, "HiGHS"):
+        raise AutoplanError(f"pulp {pulp.__version__} has no in-process HiGHS solver: pip install 'pulp<4' highspy")
+    scale = 1e4 / max(sum(abs(c) for c in model.costs), 1e-30)
+    program = pulp.LpProblem("block", pulp.LpMinimize)
+    create = getattr(program, "add_variable", pulp.LpVariable)  # older releases have the class alone
+    variables = [create(f"c{i:06d}", 0, 1, pulp.LpInteger if integer else pulp.LpContinuous) for i, integer in enumerate(model.integer)]
+    program += pulp.LpAffineExpression([(v, c * scale) for v, c in zip(variables, model.costs, strict=True)])
+    for expr, sense in model.rows:
+        code = pulp.LpConstraintLE if sense == "<=" else pulp.LpConstraintEQ
+        terms = pulp.LpAffineExpression([(variables[i], c) for i, c in expr.terms.items() if c])
+        program += pulp.LpConstraint(terms, code, rhs=-expr.constant)
+    solver = pulp.HiGHS(msg=False, threads=1, gapRel=1e-7, timeLimit=time_limit_s)
+    if not solver.available():
+        raise AutoplanError("the HiGHS solver is not installed: pip install highspy")
+    try:
+        program.solve(solver)
+    except pulp.PulpSolverError as error:
+        raise AutoplanError(f"the solver failed on block {name}: {error}") from error
+    if program.status == pulp.LpStatusInfeasible:
+        return None, 0.0
+    if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        raise AutoplanError(f"the solver found no answer for block {name}: status {pulp.LpStatus[program.status]!r}; give it more time (time_limit_s)")
+    assert program.solverModel is not None
+    bound = float(program.solverModel.getInfo().mip_dual_bound)
+    return [float(v.varValue or 0.0) for v in variables], bound / scale + model.offset

@@ -1,0 +1,163 @@
+"""From graph and program to price keys: local shapes, operator keys, collective keys.
+
+On a device mesh (pp, dp, tp) with rank = row-major index, an axis is a strided group of ranks:
+tp: stride 1; dp: stride tp; pp: stride dp * tp. Groups of one axis whose ranks interleave talk at the same
+time over the same links; there are `stride` of them.
+
+Conversions of a value of n elements on the tensor axis (autoplan/layout.py) move n elements: the full tensor for
+all_reduce, all_gather (its output) and reduce_scatter (its input); n / p, the local tensor, for all_to_all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+from autoplan.errors import AutoplanError
+from autoplan.graph import Graph, Op, Option
+from autoplan.layout import Layout, Split
+from costmodel import argtext
+from costmodel.opkey import Collective, CollectiveKind, OpKey, OpTime, RankGroup, Shape
+from costmodel.prices import Prices
+from runtime.call import dtype_of
+from runtime.instr import Arg, Dtype, Instr, Other, TensorSpec
+
+_LOW_PRECISION: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def compute_dtype(dtype: str, precision: str | None) -> str:
+    """The dtype in which a tensor captured as `dtype` is computed under `precision`."""
+    low = _LOW_PRECISION.get(precision or "")
+    if low is not None and dtype in ("float32", "float64"):
+        return low
+    return "float32" if precision == "fp32" and dtype in ("bfloat16", "float16", "float64") else dtype
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return dtype_of(dtype).itemsize
+
+
+def bytes_of(shape: Shape, dtype: str) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(shape) * itemsize(dtype)
+
+
+def cut(shape: Shape, layout: Layout, parts: int) -> Shape:
+    """Local shape of a tensor that lies as `layout` on an axis of `parts` ranks."""
+    if not isinstance(layout, Split) or parts == 1:
+        return shape
+    size = shape[layout.dim]
+    return (*shape[: layout.dim], max(1, -(-size // parts)), *shape[layout.dim + 1 :])
+
+
+def arguments(instr: Instr) -> str:
+    """The other arguments of a call as text (costmodel/argtext.py)."""
+
+    def special(value: object) -> Mapping[str, str] | None:
+        if isinstance(value, Dtype):
+            return {"dtype": value.name}
+        return {value.kind: value.text} if isinstance(value, Other) else None
+
+    return argtext.encode(instr.args, dict(instr.kwargs), special)
+
+
+def cast(arg: Arg, precision: str | None) -> Arg:
+    """An argument with its dtypes replaced by those of `precision`."""
+    if isinstance(arg, Dtype):
+        return Dtype(compute_dtype(arg.name, precision))
+    return tuple(cast(item, precision) for item in arg) if isinstance(arg, tuple) else arg
+
+
+def axis_group(axes: tuple[tuple[str, int], ...], axis: str) -> RankGroup:
+    """The ranks of one axis, as rank 0 sees them."""
+    stride = 1
+    for name, size in reversed(axes):
+        if name == axis:
+            return RankGroup(size, stride, 0, stride)
+        stride *= size
+    return RankGroup(1)
+
+
+class Pricer:
+    """Asks `prices` each question once."""
+
+    def __init__(self, prices: Prices, precision: str | None) -> None:
+        self.prices = prices
+        self.precision = precision
+        self._ops: dict[OpKey, OpTime] = {}
+        self._collectives: dict[Collective, float] = {}
+
+    def op(self, key: OpKey) -> OpTime:
+        """Seconds of one operator call. Raises AutoplanError for a price that is no time."""
+        found = self._ops.get(key)
+        if found is None:
+            found = self.prices.op(key)
+            if not (0 <= found.forward_s < math.inf and 0 <= found.backward_s < math.inf):
+                raise AutoplanError(f"the price of {key.target} on {key.operands} is {found}: prices must be finite and not negative")
+            self._ops[key] = found
+        return found
+
+    def collective(self, kind: CollectiveKind, num_bytes: int, group: RankGroup) -> float:
+        """Seconds of one collective; 0 where there is nobody to talk to."""
+        if group.size == 1 or num_bytes == 0:
+            return 0.0
+        asked = Collective(kind, num_bytes, group)
+        found = self._collectives.get(asked)
+        if found is None:
+            found = self._collectives[asked] = self.prices.collective(asked)
+        return found
+
+
+class LocalGraph:
+    """A graph seen by one rank: `rows` of the global batch on the data axis, `degree` ranks on the tensor axis."""
+
+    def __init__(self, graph: Graph, batch_options: tuple[Option, ...], batch_layouts: Mapping[str, Layout], rows: int, degree: int, pricer: Pricer) -> None:
+        self.graph = graph
+        self.batch_options = batch_options
+        self.batch_layouts = batch_layouts
+        self.rows = rows
+        self.degree = degree
+        self.pricer = pricer
+
+    @cached_property
+    def parts(self) -> int:
+        """Into how many pieces the batch is cut, over ranks and micro-batches together."""
+        return max(1, (self.graph.batch_size or 1) // self.rows)
+
+    def dtype(self, name: str) -> str:
+        return compute_dtype(self.graph.values[name].spec.dtype, self.pricer.precision)
+
+    def shape(self, name: str, batch: Layout, tensor: Layout) -> Shape:
+        """Local shape of a value that lies as `batch` on the data axis and as `tensor` on the tensor axis."""
+        return cut(cut(self.graph.values[name].spec.shape, batch, self.parts), tensor, self.degree)
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a value on all ranks of the tensor axis together, in its layout on the data axis."""
+        shape = cut(self.graph.values[name].spec.shape, self.batch_layouts[name], self.parts)
+        return bytes_of(shape, self.dtype(name))
+
+    def op_time(self, index: int, op: Op, option: Option) -> OpTime:
+        """Seconds of `op`, number `index` of the graph, run as `option` on the tensor axis."""
+        batch = self.batch_options[index]
+        operands = tuple((self.shape(n, b, t), self.dtype(n)) for n, b, t in zip(op.operands, batch.reads, option.reads, strict=True))
+        outputs = tuple((self.shape(n, b, t), self.dtype(n)) for n, b, t in zip(op.outputs, batch.writes, option.writes, strict=True))
+        share = 1
+        if any(isinstance(layout, Split) for layout in (*batch.reads, *batch.writes)):
+            share *= self.parts
+        if any(isinstance(layout, Split) for layout in (*option.reads, *option.writes)):
+            share *= self.degree
+        grads = tuple(self.graph.values[n].requires_grad for n in op.operands)
+        instr = op.instr if self.pricer.precision is None else _cast_instr(op.instr, self.pricer.precision)
+        return self.pricer.op(OpKey(instr.target, operands, outputs, arguments(instr), grads, op.flops // share))
+
+
+def _cast_instr(instr: Instr, precision: str | None) -> Instr:
+    kwargs = tuple((name, cast(value, precision)) for name, value in instr.kwargs)
+    return Instr(instr.outputs, instr.target, tuple(cast(a, precision) for a in instr.args), kwargs, instr.is_sequence)
+
+
+def local_spec(spec: TensorSpec, precision: str | None) -> TensorSpec:
+    """A spec as computed under `precision`."""
+    return TensorSpec(spec.shape, compute_dtype(spec.dtype, precision))

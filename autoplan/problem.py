@@ -1,0 +1,404 @@
+"""The problem of one block: which option each operator takes, what it costs, and what a choice adds up to.
+
+For one block, p ranks on the tensor axis, `rows` of the batch on a rank and fixed layouts at the block's boundary.
+
+    x[o]       the option of operator o (autoplan.graph.options without those that divide the batch factor)
+    S(v)       the layout in which value v lies: what x of its producer writes; for a value from outside, its
+               boundary layout; inputs, buffers and constants rest WHOLE
+    D(v)       the set of layouts in which v is read, by operators and by the block's boundary
+    rest(w)    of a parameter: Split s if every read of it is s, else WHOLE
+
+A choice costs, for m micro-batches a step,
+
+    time     = m * (sum over o of op[o, x[o]] + sum over v, d in D(v) of move[v, S(v), d]) + sum over w of deferred[w]
+    P        = sum over w of bytes(w) / (p if rest(w) is Split else 1)
+    A        = sum over saved (v, divided) of bytes(v) / (p if divided else 1) + sum over o of extra[o, x[o]]
+
+`move` is the forward and backward collective of one conversion: one for all readers of v in the same layout. A parameter
+that rests WHOLE and is only read VARY has its gradient reduced once a step (`deferred`), otherwise with every micro-batch.
+A saved value counts once for each form (divided or not) that some operator keeps; what rests anyway is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.graph import Graph, Op, Option, options
+from autoplan.layout import VARY, WHOLE, Kind, Layout, Split, conversion
+from autoplan.price import LocalGraph, bytes_of, itemsize
+from costmodel.opkey import CollectiveKind, RankGroup
+
+# Operators whose output shares the storage of their first operand.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default",
+        "reshape.default",
+        "_unsafe_view.default",
+        "transpose.int",
+        "t.default",
+        "permute.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.default",
+        "expand.default",
+        "slice.Tensor",
+        "select.int",
+        "detach.default",
+        "alias.default",
+        "split.Tensor",
+        "split_with_sizes.default",
+        "chunk.default",
+        "unbind.int",
+        "flatten.using_ints",
+        "unflatten.int",
+        "view_as.default",
+        "movedim.int",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One option of an operator, priced. `saved` lists (storage, whether it is divided) that the backward pass needs."""
+
+    option: Option
+    forward_s: float
+    backward_s: float
+    saved: tuple[tuple[str, bool], ...]
+    extra_bytes: int
+    flops: int  # of the forward pass, on this rank
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One operator of the block."""
+
+    name: str
+    operands: tuple[str, ...]
+    outputs: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One change of layout: collectives of both passes and their seconds."""
+
+    forward: Kind | None
+    backward: Kind | None
+    forward_s: float
+    backward_s: float
+    num_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter of the block. `rest` is its fixed layout, None where the problem chooses; `deferred_s` the seconds of
+    its gradient's reduction over the tensor axis."""
+
+    name: str
+    num_bytes: int
+    num_elements: int
+    rest: Layout | None
+    requires_grad: bool
+    deferred_s: float
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """See the module's text. `sources` are the layouts of values from outside (parameters are in `weights`),
+    `wanted` what the boundary reads of values made inside, `moves` every conversion that can occur."""
+
+    name: str
+    degree: int
+    items: tuple[Item, ...]
+    sources: Mapping[str, Layout]
+    wanted: tuple[tuple[str, Layout], ...]
+    weights: Mapping[str, Weight]
+    moves: Mapping[tuple[str, Layout, Layout], Move]
+    saved_bytes: Mapping[str, int]  # storage -> bytes when not divided
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A collective of the tensor axis in one pass of one micro-batch (or, phase "reduce", of a step)."""
+
+    kind: Kind
+    phase: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class BlockPoint:
+    """A choice for one block, added up. Seconds and collectives are of one micro-batch, `step_s` of a step."""
+
+    labels: tuple[str, ...]  # of each item
+    rests: Mapping[str, Layout]  # of the parameters
+    forward_s: float
+    backward_s: float
+    step_s: float
+    parameter_bytes: int
+    parameter_elements: int
+    trained_bytes: int
+    trained_elements: int
+    saved_bytes: int
+    flops: int
+    uses: tuple[Use, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def storage_roots(graph: Graph, start: int, stop: int) -> Mapping[str, str]:
+    """Value -> the value whose storage it shares, through the views among ops [start, stop)."""
+    roots: dict[str, str] = {}
+    for op in graph.ops[start:stop]:
+        if op.instr.target in VIEWS and op.operands:
+            first = op.operands[0]
+            roots.update((out, roots.get(first, first)) for out in op.outputs)
+    return roots
+
+
+def build(
+    local: LocalGraph,
+    name: str,
+    indices: tuple[int, ...],
+    sources: Mapping[str, Layout],
+    wanted: tuple[tuple[str, Layout], ...],
+    rests: Mapping[str, Layout],
+    group: RankGroup,
+    forbidden_factors: frozenset[int] = frozenset(),
+) -> BlockProblem:
+    """The problem of the ops `indices` of `local.graph`.
+
+    `sources` and `wanted` fix the boundary; `rests` the layouts of parameters that other blocks use too. No option
+    divides the batch factor (the data axis has it) nor a factor in `forbidden_factors`.
+    """
+    graph, degree = local.graph, local.degree
+    roots = storage_roots(graph, indices[0], indices[-1] + 1) if indices else {}
+    weights: dict[str, Weight] = {}
+    given: dict[str, Layout] = {}
+    items: list[Item] = []
+    saved_bytes: dict[str, int] = {}
+    for index in indices:
+        op = graph.ops[index]
+        for operand in op.operands:
+            value = graph.values[operand]
+            if value.kind == "parameter":
+                weights.setdefault(operand, _weight(local, operand, rests.get(operand), group))
+            elif value.kind != "activation":
+                given[operand] = WHOLE
+            elif operand in sources:
+                given[operand] = sources[operand]
+        choices = tuple(_choice(local, index, op, option, roots, group, saved_bytes) for option in _options(graph, op, degree, forbidden_factors))
+        items.append(Item(op.name, op.operands, op.outputs, choices))
+    moves = _moves(local, items, given, weights, wanted, group)
+    return BlockProblem(name, degree, tuple(items), given, wanted, weights, moves, saved_bytes)
+
+
+def _options(graph: Graph, op: Op, degree: int, forbidden: frozenset[int]) -> tuple[Option, ...]:
+    banned = {loop.label for loop in op.loops if loop.factor == graph.batch_factor or loop.factor in forbidden}
+    return tuple(option for option in options(graph, op, degree) if option.label not in banned)
+
+
+def _choice(local: LocalGraph, index: int, op: Op, option: Option, roots: Mapping[str, str], group: RankGroup, saved_bytes: dict[str, int]) -> Choice:
+    time = local.op_time(index, op, option)
+    forward_s, backward_s = time.forward_s, time.backward_s
+    loop = next((loop for loop in op.loops if loop.label == option.label), None)
+    for kind, (side, position), phase in loop.inner if loop else ():
+        name = (op.operands if side == "in" else op.outputs)[position]
+        seconds = local.pricer.collective(_collective_kind(kind), local.num_bytes(name), group)
+        forward_s, backward_s = (forward_s + seconds, backward_s) if phase == "forward" else (forward_s, backward_s + seconds)
+    if not any(local.graph.values[name].requires_grad for name in op.outputs):
+        backward_s = 0.0
+    saved: dict[tuple[str, bool], None] = {}
+    for name in op.saved:
+        root = roots.get(name, name)
+        if local.graph.values[root].kind != "activation":
+            continue
+        layout = option.reads[op.operands.index(name)] if name in op.operands else option.writes[op.outputs.index(name)]
+        saved_bytes.setdefault(root, local.num_bytes(root))
+        saved[root, isinstance(layout, Split)] = None
+    share = local.parts if any(isinstance(w, Split) for w in (*local.batch_options[index].reads, *local.batch_options[index].writes)) else 1
+    if any(isinstance(w, Split) for w in (*option.reads, *option.writes)):
+        share *= local.degree
+    return Choice(option, forward_s, backward_s, tuple(saved), op.saved_extra_bytes // share, op.flops // share)
+
+
+def _collective_kind(kind: str) -> CollectiveKind:
+    assert kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"), kind
+    return kind  # type: ignore[return-value]
+
+
+def _weight(local: LocalGraph, name: str, rest: Layout | None, group: RankGroup) -> Weight:
+    value = local.graph.values[name]
+    shape = value.spec.shape
+    num_bytes = bytes_of(shape, value.spec.dtype)
+    deferred_s = local.pricer.collective("all_reduce", num_bytes, group) if value.requires_grad else 0.0
+    return Weight(name, num_bytes, num_bytes // itemsize(value.spec.dtype), rest, value.requires_grad, deferred_s)
+
+
+def price_move(local: LocalGraph, name: str, src: Layout, dst: Layout, group: RankGroup) -> Move | None:
+    """The conversion of a value, priced; None where it cannot be had. Nothing flows back to a value without gradient."""
+    found = conversion(src, dst)
+    if found is None:
+        return None
+    value = local.graph.values[name]
+    num_bytes = local.num_bytes(name)
+    if value.kind == "parameter" and dst == VARY:
+        num_bytes = bytes_of(value.spec.shape, value.spec.dtype)  # gradients are summed in the parameter's own precision
+    backward = found.backward if value.requires_grad else None
+    return Move(found.forward, backward, _move_s(local, found.forward, num_bytes, group), _move_s(local, backward, num_bytes, group), num_bytes)
+
+
+def _move_s(local: LocalGraph, kind: Kind | None, num_bytes: int, group: RankGroup) -> float:
+    if kind is None or kind == "slice":
+        return 0.0
+    return local.pricer.collective(_collective_kind(kind), num_bytes // group.size if kind == "all_to_all" else num_bytes, group)
+
+
+def _moves(
+    local: LocalGraph,
+    items: list[Item],
+    sources: Mapping[str, Layout],
+    weights: Mapping[str, Weight],
+    wanted: tuple[tuple[str, Layout], ...],
+    group: RankGroup,
+) -> Mapping[tuple[str, Layout, Layout], Move]:
+    lies: dict[str, dict[Layout, None]] = {name: {layout: None} for name, layout in sources.items()}
+    lies.update((name, {WHOLE: None}) for name in weights)
+    for item in items:
+        for position, name in enumerate(item.outputs):
+            lies[name] = {choice.option.writes[position]: None for choice in item.choices}
+    read: dict[str, dict[Layout, None]] = {}
+    for item in items:
+        for position, name in enumerate(item.operands):
+            read.setdefault(name, {}).update((choice.option.reads[position], None) for choice in item.choices)
+    for name, layout in wanted:
+        read.setdefault(name, {})[layout] = None
+    moves: dict[tuple[str, Layout, Layout], Move] = {}
+    for name, layouts in read.items():
+        for src in lies[name]:
+            for dst in layouts:
+                move = price_move(local, name, src, dst, group)
+                if move is not None:
+                    moves[name, src, dst] = move
+    return moves
+
+
+def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None:
+    """What the choice `picks` (an index into each item's choices) adds up to; None where some read cannot be had."""
+    chosen = [item.choices[pick] for item, pick in zip(problem.items, picks, strict=True)]
+    lies: dict[str, Layout] = dict(problem.sources)
+    reads: dict[str, dict[Layout, None]] = {}
+    forward_s = backward_s = 0.0
+    extra = flops = 0
+    saved: dict[tuple[str, bool], None] = {}
+    for item, choice in zip(problem.items, chosen, strict=True):
+        for name, layout in zip(item.operands, choice.option.reads, strict=True):
+            reads.setdefault(name, {})[layout] = None
+        lies.update(zip(item.outputs, choice.option.writes, strict=True))
+        forward_s += choice.forward_s
+        backward_s += choice.backward_s
+        extra += choice.extra_bytes
+        flops += choice.flops
+        saved.update((key, None) for key in choice.saved)
+    for name, layout in problem.wanted:
+        reads.setdefault(name, {})[layout] = None
+    uses: list[Use] = []
+    step_s = 0.0
+    sizes = [0, 0, 0, 0]
+    rests: dict[str, Layout] = {}
+    for name, layouts in reads.items():
+        weight = problem.weights.get(name)
+        if weight is not None:
+            rest = _rest(layouts)
+            if weight.rest is not None and rest != weight.rest:
+                return None
+            rests[name] = rest
+            parts = problem.degree if isinstance(rest, Split) else 1
+            trained = int(weight.requires_grad)
+            for i, amount in enumerate((weight.num_bytes, weight.num_elements, weight.num_bytes * trained, weight.num_elements * trained)):
+                sizes[i] += amount // parts
+            if rest == WHOLE and tuple(layouts) == (VARY,):
+                step_s += weight.deferred_s
+                uses.append(Use("all_reduce", "reduce", weight.num_bytes))
+                continue
+            lies[name] = rest
+        for layout in layouts:
+            if lies[name] == layout:
+                continue
+            move = problem.moves.get((name, lies[name], layout))
+            if move is None:
+                return None
+            forward_s += move.forward_s
+            backward_s += move.backward_s
+            uses.extend(_uses(move))
+    saved_bytes = sum(problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved)
+    return BlockPoint(
+        labels=tuple(choice.option.label for choice in chosen),
+        rests=rests,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        step_s=step_s,
+        parameter_bytes=sizes[0],
+        parameter_elements=sizes[1],
+        trained_bytes=sizes[2],
+        trained_elements=sizes[3],
+        saved_bytes=saved_bytes + extra,
+        flops=flops,
+        uses=tuple(uses),
+    )
+
+
+def _uses(move: Move) -> tuple[Use, ...]:
+    found: list[Use] = []
+    if move.forward is not None and move.forward != "slice":
+        found.append(Use(move.forward, "forward", move.num_bytes))
+    if move.backward is not None and move.backward != "slice":
+        found.append(Use(move.backward, "backward", move.num_bytes))
+    return tuple(found)
+
+
+def _rest(layouts: Mapping[Layout, None]) -> Layout:
+    only = next(iter(layouts))
+    return only if len(layouts) == 1 and isinstance(only, Split) else WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """How the parts of a choice weigh against each other: seconds = m * time + deferred + per_parameter_byte_s * P + per_saved_byte_s * A."""
+
+    num_micro_batches: int = 1
+    per_parameter_byte_s: float = 0.0
+    per_saved_byte_s: float = 0.0
+
+    def of(self, point: BlockPoint) -> float:
+        return (
+            self.num_micro_batches * point.seconds
+            + point.step_s
+            + self.per_parameter_byte_s * point.parameter_bytes
+            + self.per_saved_byte_s * point.saved_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A memory limit: parameter_factor * P + saved_factor * A <= limit_bytes."""
+
+    limit_bytes: float
+    parameter_factor: float = 1.0
+    saved_factor: float = 1.0
+
+    def holds(self, point: BlockPoint) -> bool:
+        return self.parameter_factor * point.parameter_bytes + self.saved_factor * point.saved_bytes <= self.limit_bytes
