@@ -24,7 +24,7 @@ def attention(call: Call) -> Signature | None:
         return (*aligned(shape[:-3], lead, "b"), own) if grouped else aligned(shape[:-2], lead, "b")
 
     both: Dim = ("g", "r")
-    reads = [(*heads(q, both), ("s",), ("e",)), (*heads(k, ("g",)), ("t",), ("e",)), (*heads(v, ("g",)), ("t",), ("d",))]
+    reads: list[tuple[Dim, ...]] = [(*heads(q, both), ("s",), ("e",)), (*heads(k, ("g",)), ("t",), ("e",)), (*heads(v, ("g",)), ("t",), ("d",))]
     mask = "attn_mask" if "attn_mask" in call.args else "mask"
     if call.has(mask):
         shape = call.shape(mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import OPAQUE, Call, Dims, Inner, Signature, aligned, labels, sign
+from autoplan.rules.signature import OPAQUE, Call, Dims, Inner, Signature, aligned, integer, labels, sign
 from runtime.instr import Ref
 
 
@@ -19,7 +19,7 @@ def gather(call: Call) -> Signature:
     rank = len(shape)
     if not rank:
         return Signature(((), ()), ((),), linear=((0,),))
-    dim = int(call.args["dim"]) % rank  # type: ignore[arg-type]
+    dim = integer(call.args["dim"]) % rank
     shared = [k != dim and shape[k] == index[k] for k in range(rank)]
     read = tuple(d if shared[k] else OPAQUE for k, d in enumerate(labels(rank)))
     wrote = tuple(d if shared[k] or k == dim else OPAQUE for k, d in enumerate(labels(rank)))
@@ -28,7 +28,7 @@ def gather(call: Call) -> Signature:
 
 def index_select(call: Call) -> Signature:
     shape = call.shape("self")
-    dim = int(call.args["dim"]) % max(len(shape), 1)  # type: ignore[arg-type]
+    dim = integer(call.args["dim"]) % max(len(shape), 1)
     dims = labels(len(shape))
     read = (*dims[:dim], OPAQUE, *dims[dim + 1 :])
     return Signature((read, (dims[dim],)), (dims,), linear=((0,),)) if call.rank("index") == 1 else Signature((read, ()), (dims,), linear=((0,),))
@@ -42,8 +42,7 @@ def index(call: Call) -> Signature | None:
         return None  # the number of results depends on the data
     shape, out = call.shape("self"), call.out()
     where = [k for k, item in enumerate(given) if isinstance(item, Ref)]
-    joint = tuple(out[len(out) - 0 :])
-    count = max(call.inputs[i].shape.__len__() for i in call.at["indices"])
+    count = max(len(call.inputs[i].shape) for i in call.at["indices"])
     kept = [k for k in range(len(shape)) if k not in where]
     together = where[-1] - where[0] + 1 == len(where)
     first = where[0] if together else 0
@@ -56,10 +55,10 @@ def index(call: Call) -> Signature | None:
 
 def scatter(call: Call) -> Signature | None:
     """scatter(x, dim, index, src): dimensions beside `dim` that all of them share."""
-    if len({spec.shape.__len__() for spec in call.inputs}) != 1:
+    if len({len(spec.shape) for spec in call.inputs}) != 1:
         return None
     rank = call.rank("self")
-    dim = int(call.args["dim"]) % rank  # type: ignore[arg-type]
+    dim = integer(call.args["dim"]) % rank
     shared = [k != dim and len({spec.shape[k] for spec in call.inputs}) == 1 for k in range(rank)]
     dims = tuple(d if shared[k] else OPAQUE for k, d in enumerate(labels(rank)))
     return Signature((dims,) * len(call.inputs), (dims,))

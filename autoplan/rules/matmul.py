@@ -21,7 +21,7 @@ def matmul(call: Call) -> Signature:
     lead = out[: len(out) - len(row) - len(column)]
     batch = tuple((f"b{k}",) for k in range(len(lead)))
     left = aligned(a[:-2], lead, "b") + row + (("k",),)
-    right = aligned(b[:-2], lead, "b") + (("k",), *column)
+    right = (*aligned(b[:-2], lead, "b"), ("k",), *column)
     return Signature((left, right), (batch + row + column,), sums=frozenset("k"), linear=((0,), (1,)))
 
 

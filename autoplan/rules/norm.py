@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import Call, Inner, Signature, labels, sign
+from autoplan.rules.signature import Call, Inner, Signature, integer, labels, sign
 
 _STATISTICS = (("all_reduce", ("out", 1), "forward"),) * 2 + (("all_reduce", ("out", 1), "backward"),) * 2
 
@@ -21,7 +21,7 @@ def over_last(call: Call) -> Signature:
 
 def over_groups(call: Call) -> Signature:
     """group_norm(x[n, (g c), ...], groups, weight[(g c)], bias[(g c)])."""
-    groups = int(call.args["num_groups"])  # type: ignore[arg-type]
+    groups = integer(call.args["num_groups"])
     shape = call.inputs[0].shape
     fields = {"whole": "c s*", "sizes": {"g": groups, "c": shape[1] // groups}}
     return sign(call, "n (g c) s*" + ", (g c)" * (len(call.inputs) - 1) + " -> n (g c) s*", **fields)

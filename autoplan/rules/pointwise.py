@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import Call, Signature, aligned, labels, scalar
+from autoplan.rules.signature import OPAQUE, Call, Signature, aligned, labels
 
 _JOINT = {"add", "sub", "__add__", "__sub__"}  # linear in both tensors together; with a number they are affine, hence not linear
 _EACH = {"mul", "scale_by_count"}  # linear in each factor
@@ -23,6 +23,12 @@ def like(call: Call) -> Signature:
     return Signature((labels(rank),), (labels(rank),))
 
 
+def cast(call: Call) -> Signature:
+    """type_as: the other tensor gives its dtype alone."""
+    rank = len(call.out())
+    return Signature((labels(rank), (OPAQUE,) * len(call.inputs[1].shape)), (labels(rank),))
+
+
 def inert_dropout(call: Call) -> Signature | None:
     """A dropout that drops nothing is the identity; one that draws is split only in its counter-based form."""
     return elementwise(call) if not call.get("train", True) or not call.get("p") else None
@@ -40,7 +46,7 @@ def per_channel_slope(call: Call) -> Signature:
 def _linear(call: Call) -> tuple[tuple[int, ...], ...]:
     name = call.target.split(".")[1]
     count = len(call.inputs)
-    if name in _SELF and count == 1:
+    if count == 1 and (name in _SELF or (name in _COPIES and call.inputs[0].dtype == getattr(call.outputs[0], "dtype", None))):
         return ((0,),)
     if name in _JOINT and count == 2:
         return ((0, 1),)
@@ -51,15 +57,14 @@ def _linear(call: Call) -> tuple[tuple[int, ...], ...]:
     return ()
 
 
-_COPIES = ("to", "_to_copy", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "clone", "type_as", "nan_to_num", "feature_dropout")
+_COPIES = ("to", "_to_copy", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "clone")
 
 RULES = {
     **{f"aten.{name}": elementwise for name in _COPIES},
     **{f"aten.{name}": like for name in ("zeros_like", "ones_like", "full_like", "empty_like")},
     "aten.dropout": inert_dropout,
     "aten.prelu": per_channel_slope,
-    "aten._prelu_kernel": elementwise,
+    "aten.type_as": cast,
     "runtime.dropout": elementwise,
     "runtime.scale_by_count": elementwise,
 }
-__all__ = ["RULES", "elementwise", "scalar"]

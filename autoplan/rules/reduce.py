@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import OPAQUE, Call, Dims, Signature, labels
+from autoplan.rules.signature import OPAQUE, Call, Dims, Signature, integers, labels
 
 
 def reduced(call: Call) -> tuple[frozenset[int], bool]:
     """Dimensions that a reduction removes, and whether it keeps them with length 1."""
     rank = len(call.inputs[0].shape)
     dim = call.args.get("dim")
-    dims = (dim,) if isinstance(dim, int) else dim
-    chosen = range(rank) if dims is None or dims == () or isinstance(dims, str) else [int(d) % max(rank, 1) for d in dims]  # type: ignore[union-attr]
+    chosen = range(rank) if dim in (None, ()) else [d % max(rank, 1) for d in integers(dim)]
     return frozenset(chosen), bool(call.get("keepdim", False))
 
 
@@ -44,8 +43,7 @@ def along(call: Call) -> Signature:
     """softmax, cumsum, sort, flip: same shape, one or more dimensions whole."""
     rank = len(call.inputs[0].shape)
     dim = call.args.get("dim", call.args.get("dims"))
-    dims = () if dim is None else (dim,) if isinstance(dim, int) else dim
-    whole = frozenset(f"d{int(d) % max(rank, 1)}" for d in dims)  # type: ignore[union-attr]
+    whole = frozenset(f"d{d % max(rank, 1)}" for d in (() if dim is None else integers(dim)))
     return Signature((labels(rank),), (labels(rank),) * sum(spec is not None for spec in call.outputs), whole=whole, linear=_linear(call))
 
 
@@ -88,6 +86,8 @@ def differences(call: Call) -> Signature:
 
 
 _COUPLED = ("amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "prod")
+
+_ALONG = ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "logcumsumexp")
 
 RULES = {
     "aten.sum": total,

@@ -70,12 +70,16 @@ def register_rule(operator: str, text: str) -> None:
 
 
 @cache
-def _schema(target: str) -> tuple[tuple[str, Any], ...] | None:
+def parameters(target: str) -> tuple[tuple[str, Any], ...] | None:
+    """Names and defaults of a target's parameters; None where nothing states them."""
     if target.startswith("runtime."):
         names = _RUNTIME.get(target)
         return None if names is None else tuple((name, None) for name in names)
     schema = getattr(resolve(target), "_schema", None)
-    return None if schema is None else tuple((a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
+    if schema is None:
+        return None
+    defaults = [a.default_value if a.has_default_value() else None for a in schema.arguments]
+    return tuple((a.name, tuple(d) if isinstance(d, list) else d) for a, d in zip(schema.arguments, defaults, strict=True))
 
 
 @cache
@@ -89,10 +93,9 @@ def _tagged_pointwise(target: str) -> bool:
 
 def call_of(instr: Instr, inputs: tuple[TensorSpec, ...]) -> Call | None:
     """`instr` with its arguments by name; None where its parameters are not known."""
-    names = _schema(instr.target)
+    names = parameters(instr.target)
     if names is None:
         return None
-    names = tuple((name, tuple(default) if isinstance(default, list) else default) for name, default in names)
     args, at = bind(instr.target, names, instr.args, instr.kwargs)
     return Call(instr.target, args, at, inputs, tuple(output.spec for output in instr.outputs))
 

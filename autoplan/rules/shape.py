@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import prod
 
-from autoplan.rules.signature import OPAQUE, Call, Dim, Dims, Signature, labels
+from autoplan.rules.signature import OPAQUE, Call, Dim, Dims, Signature, integer, integers, labels
 
 
 def regroup(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int]]:
@@ -43,7 +43,9 @@ def _labelled(shape: tuple[int, ...], strides: list[int], names: dict[int, tuple
     return tuple(dims)
 
 
-def view(call: Call) -> Signature:
+def view(call: Call) -> Signature | None:
+    if "dtype" in call.args:
+        return None  # bits seen as another type
     source, target, sizes = regroup(call.inputs[0].shape, call.out())
     rest = tuple((OPAQUE,) * len(spec.shape) for spec in call.inputs[1:])
     return Signature((source, *rest), (target,), linear=((0,),), sizes=sizes)
@@ -54,13 +56,13 @@ def permutation(call: Call) -> Signature | None:
     rank, name = call.rank("self"), call.target.split(".")[1]
     order = list(range(rank))
     if name in ("transpose", "swapaxes", "swapdims"):
-        a, b = (int(call.args[key]) % rank for key in (("dim0", "dim1") if "dim0" in call.args else ("axis0", "axis1"))) if rank else (0, 0)
+        a, b = (integer(call.args[key]) % rank for key in (("dim0", "dim1") if "dim0" in call.args else ("axis0", "axis1"))) if rank else (0, 0)
         if rank:
             order[a], order[b] = order[b], order[a]
     elif name == "permute":
-        order = [int(d) % rank for d in call.args["dims"]]
+        order = [d % rank for d in integers(call.args["dims"])]
     elif name == "movedim":
-        source, to = (_ints(call.args[key]) for key in ("source", "destination"))
+        source, to = (integers(call.args[key]) for key in ("source", "destination"))
         moved = {t % rank: s % rank for s, t in zip(source, to, strict=True)}
         others = iter(d for d in range(rank) if d not in moved.values())
         order = [moved[d] if d in moved else next(others) for d in range(rank)]
@@ -70,10 +72,6 @@ def permutation(call: Call) -> Signature | None:
         order[-1], order[-2] = order[-2], order[-1]
     dims = labels(rank)
     return Signature((dims,), (tuple(dims[d] for d in order),), linear=((0,),))
-
-
-def _ints(arg: object) -> tuple[int, ...]:
-    return tuple(int(x) for x in arg) if isinstance(arg, tuple) else (int(arg),)  # type: ignore[call-overload]
 
 
 def expand(call: Call) -> Signature:
@@ -186,7 +184,7 @@ RULES = {
     "aten.cat": cat,
     "aten.concat": cat,
     "aten.stack": stack,
-    **{f"aten.{name}": pieces for name in ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")},
+    **{f"aten.{name}": pieces for name in ("split", "split_with_sizes", "chunk", "tensor_split.sections", "unsafe_split", "unsafe_chunk")},
     "aten.select": pick,
     "aten.unbind": pick,
     **{f"aten.{name}": same_length for name in ("slice", "narrow", "pad", "constant_pad_nd")},

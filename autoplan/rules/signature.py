@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from runtime.instr import Arg, Ref, TensorSpec, refs
+from runtime.instr import Arg, TensorSpec, refs
 
 Dim = tuple[str, ...]  # labels of one dimension, outermost first; () where the dimension has length 1
 Dims = tuple[Dim, ...]
@@ -88,9 +88,15 @@ class Call:
         return default if value is None else value
 
 
-def scalar(arg: Arg) -> bool:
-    """Whether an argument is a plain number and no tensor."""
-    return isinstance(arg, (int, float)) and not isinstance(arg, Ref)
+def integer(arg: Arg) -> int:
+    """An argument that is one integer."""
+    assert isinstance(arg, int), f"{arg!r} is no integer"
+    return arg
+
+
+def integers(arg: Arg) -> tuple[int, ...]:
+    """An argument that is one integer or several."""
+    return tuple(integer(item) for item in arg) if isinstance(arg, tuple) else (integer(arg),)
 
 
 def bind(
