@@ -79,7 +79,7 @@ class AnalyticPrices:
                 f"{c.launch_s * 1e6:.0f} us a launch; {c.reserve_bytes / 2**30:.1f} GiB reserved"
             )
             if group.contention > 1:
-                lines.append(f"{group.devices_per_node} ranks share {group.cores_per_node} cores: compute takes {group.contention:.2f} times as long")
+                lines.append(f"{group.devices_per_node} ranks share {group.cores_per_node:g} cores: compute takes {group.contention:.2f} times as long")
         s = self.constants.stack(self.stack)
         lines.append(f"stack {self.stack}: {s.fused_share:.0%} of memory-bound time after fusion, {'fused' if s.flash else 'unfused'} attention")
         lines += self.cluster.differences()

@@ -67,7 +67,7 @@ class NodeGroup:
     num_nodes: int
     devices_per_node: int
     tiers: tuple[Tier, ...]
-    cores_per_node: int | None = None
+    cores_per_node: float | None = None
 
     @property
     def num_devices(self) -> int:

@@ -85,7 +85,7 @@ class _Group(_Strict):
     device: Union[str, _Device]
     nodes: Count
     devices_per_node: Count
-    cores_per_node: Count | None = None
+    cores_per_node: Positive | None = None
     tiers: Annotated[list[_Tier], Field(min_length=1)] | None = None
 
 

@@ -9,7 +9,7 @@ A GPU covers C with tiles that its SMs take in waves. With tiles of x by y on S 
 
 and the library picks the best of the tiles and splits, as cuBLAS heuristics do. half_k is the prologue and epilogue
 of a tile in units of k. Small tiles reuse less and reach `tile_share` of a large one. Dimensions that are no multiple
-of 8 elements lose the vector loads of tensor cores and pay `UNALIGNED`. A CPU core has no waves: flops over the achievable peak.
+of 8 elements lose the vector loads of tensor cores and pay `UNALIGNED`. A CPU core has no waves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gemm_s(gemm: Gemm, dtype: str, item_bytes: int, device: Device, constants: D
     moved = item_bytes * gemm.b * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
     rate = device.peak(dtype) * constants.gemm_ceiling
     if device.kind == "cpu":
-        return gemm.flops * (1 + constants.gemm_half_k / gemm.k) / rate
+        return max(gemm.flops * (1 + constants.gemm_half_k / gemm.k) / rate, moved / bandwidth)
     best = float("inf")
     sm_rate = rate / device.num_sms
     for x, y, share in TILES:

@@ -1,0 +1,141 @@
+"""Times one operator call on the present device, forward and backward, on tensors made from its key.
+
+The median of repeated runs; short calls are timed in batches so that the clock does not count. Backward is
+`torch.autograd.grad` on one kept graph; it is split into input and weight part in the ratio that the formulas give, for only
+their sum can be told apart from outside.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from costmodel import argtext
+from costmodel.opclass import base_name
+from costmodel.opkey import OpKey
+
+_BATCH_S = 2e-4  # a sample lasts at least this long
+_MIN_SAMPLES = 3
+_MAX_SAMPLES = 15
+
+Resolve = Callable[[str], Callable[..., Any]]
+
+
+class NotMeasurableError(ValueError):
+    """A key that cannot be run on its own: the reason is in the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call, medians; `num_runs` in all."""
+
+    forward_s: float
+    backward_s: float
+    num_runs: int
+
+
+def resolve_aten(target: str) -> Callable[..., Any]:
+    """The function of an ATen or custom-library target. NotMeasurableError for functions of other packages."""
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), name, None) if name else None
+    found = getattr(packet, overload, None)
+    if found is None:
+        raise NotMeasurableError(f"{target} is no operator of torch.ops")
+    return found
+
+
+def measure(key: OpKey, resolve: Resolve = resolve_aten, device: str | None = None, budget_s: float = 0.05) -> Timing:
+    """Time `key` for about `budget_s` seconds. NotMeasurableError where the call does not run on its own."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    call = resolve(key.target)
+    try:
+        tensors = _tensors(key, where)
+        args, kwargs = argtext.decode(key.args, lambda kind, item: _argument(kind, item, tensors, where))
+        with torch.enable_grad():
+            result = call(*args, **kwargs)
+        outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, torch.Tensor)]
+    except NotMeasurableError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        raise NotMeasurableError(f"{key.target}: {' '.join(str(error).split())[:200]}") from error
+    if tuple(tuple(t.shape) for t in outputs) != tuple(shape for shape, _ in key.outputs):
+        raise NotMeasurableError(f"{key.target}: gives {[tuple(t.shape) for t in outputs]}, the key says {[s for s, _ in key.outputs]}")
+    wanted = [t for t in tensors if t.requires_grad]
+    roots = [t for t in outputs if t.requires_grad]
+
+    def forward() -> Any:
+        return call(*args, **kwargs)
+
+    forward_s, runs = _median_s(forward, where, budget_s / 2)
+    if not wanted or not roots:
+        return Timing(forward_s, 0.0, runs)
+    cotangents = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in roots]
+
+    def backward() -> Any:
+        return torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, allow_unused=True)
+
+    backward_s, more = _median_s(backward, where, budget_s / 2)
+    return Timing(forward_s, backward_s, runs + more)
+
+
+def _median_s(run: Callable[[], Any], device: torch.device, budget_s: float) -> tuple[float, int]:
+    """Median seconds of `run`, and how often it ran."""
+
+    def sample(count: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) / count
+
+    first = min(sample(1), sample(1))  # the very first call allocates and compiles
+    count = max(1, round(_BATCH_S / max(first, 1e-7)))
+    samples = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_s / max(first * count, 1e-7))))
+    if first > budget_s:
+        samples = 1
+    return statistics.median(sample(count) for _ in range(samples)), 2 + samples * count
+
+
+def _tensors(key: OpKey, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for i, (shape, name) in enumerate(key.operands):
+        dtype = getattr(torch, name)
+        if dtype.is_floating_point or dtype.is_complex:
+            tensor = torch.randn(shape, generator=generator, dtype=torch.float32).mul_(0.5).to(device, dtype)
+            if i < len(key.grads) and key.grads[i]:
+                tensor.requires_grad_()
+        elif dtype == torch.bool:
+            tensor = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            tensor = torch.randint(0, _bound(key, i), shape, generator=generator).to(device, dtype)
+        made.append(tensor)
+    return made
+
+
+def _bound(key: OpKey, index: int) -> int:
+    """What integers of operand `index` may index without leaving the other operands."""
+    name = base_name(key.target)
+    if name in ("embedding", "embedding_bag"):
+        return max(1, key.operands[0][0][0])
+    if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
+        return max(1, key.operands[0][0][min(1, len(key.operands[0][0]) - 1)])
+    sizes = [n for i, (shape, _) in enumerate(key.operands) if i != index for n in shape]
+    return max(1, min(sizes, default=2))
+
+
+def _argument(kind: str, item: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    if kind == "tensor":
+        if item >= len(tensors):
+            raise NotMeasurableError(f"the call uses tensor {item} of {len(tensors)}")
+        return tensors[item]
+    return device if kind == "device" else getattr(torch, item)

@@ -1,0 +1,172 @@
+"""Measured prices: this device's own times, the formulas where nothing was measured.
+
+An operator's price is, in this order,
+
+    measured       the time of exactly this key, from the profile or taken now within the budget
+    interpolated   formula(key) * ratio, where ratio = measured / formula at the nearest sizes of the same operator (log-log)
+    formula        the fallback's price
+
+and in each case times the contention of ranks that share a node's cores: keys are timed by one process alone.
+Collectives inside a node come from `measure_links` of a job of the same number of ranks; others from the fallback.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from costmodel.analytic import AnalyticPrices
+from costmodel.cluster import Cluster
+from costmodel.measure import NotMeasurableError, Resolve, measure, resolve_aten
+from costmodel.opclass import op_class
+from costmodel.opkey import Collective, OpKey, OpTime
+from costmodel.profile import Profile
+from costmodel.roofline import tensor_bytes
+
+_KEY_BUDGET_S = 0.04
+_MAX_FAILURES = 3  # of one operator, before it is no longer tried
+
+
+@dataclass
+class MeasuredPrices:
+    """costmodel.prices.Prices from measurements. `budget_s`: seconds that this object may spend measuring in all."""
+
+    cluster: Cluster
+    profile: Profile
+    fallback: AnalyticPrices
+    resolve: Resolve = resolve_aten
+    budget_s: float = 20.0
+    source: str = field(default="measured", init=False)
+    spent_s: float = field(default=0.0, init=False)
+    origins: Counter[str] = field(default_factory=Counter, init=False)
+    reasons: dict[str, str] = field(default_factory=dict, init=False)  # target -> why it was not measured
+    _failures: Counter[str] = field(default_factory=Counter, init=False, repr=False)
+    _ops: dict[tuple[OpKey, float], OpTime] = field(default_factory=dict, init=False, repr=False)
+    _ratios: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict, init=False, repr=False)
+
+    def op(self, key: OpKey, device: int = 0) -> OpTime:
+        group = self.cluster.group_of(device)[0]
+        if op_class(key.target) in ("view", "create") or group.device.kind != self.profile.env.kind:
+            return self.fallback.op(key, device)
+        place = (key, group.contention)
+        found = self._ops.get(place)
+        if found is None:
+            alone, origin = self._alone(key, device)
+            self.origins[origin] += 1
+            found = OpTime(*(s * group.contention for s in (alone.forward_s, alone.backward_input_s, alone.backward_weight_s)))
+            self._ops[place] = found
+        return found
+
+    def prepare(self, keys: Iterable[OpKey]) -> int:
+        """Measure keys ahead, the most expensive first, within the budget. Returns how many have measured times now."""
+        waiting = sorted(dict.fromkeys(keys), key=lambda k: -(self.fallback.op(k).forward_s + self.fallback.op(k).backward_s))
+        for key in waiting:
+            self.op(key)
+        return sum(self.profile.op(key) is not None for key in waiting)
+
+    def _alone(self, key: OpKey, device: int) -> tuple[OpTime, str]:
+        """Seconds without contention, and where they come from."""
+        known = self.profile.op(key)
+        if known is None and self._failures[key.target] < _MAX_FAILURES and self.spent_s < self.budget_s:
+            known = self._measure(key, device)
+        formula = self._formula(key, device)
+        if known is not None:
+            self._remember(key, known, formula)
+            return known, "measured"
+        ratio = self._ratio(key)
+        if ratio is None:
+            return formula, "formula"
+        forward, backward = ratio
+        return OpTime(formula.forward_s * forward, formula.backward_input_s * backward, formula.backward_weight_s * backward), "interpolated"
+
+    def _measure(self, key: OpKey, device: int) -> OpTime | None:
+        start = time.perf_counter()
+        try:
+            timing = measure(key, self.resolve, budget_s=_KEY_BUDGET_S)
+        except NotMeasurableError as error:
+            self.reasons[key.target] = str(error)
+            self._failures[key.target] += 1
+            return None
+        finally:
+            self.spent_s += time.perf_counter() - start
+        formula = self._formula(key, device)
+        share = formula.backward_input_s / formula.backward_s if formula.backward_s > 0 else 1.0
+        seconds = OpTime(timing.forward_s, timing.backward_s * share, timing.backward_s * (1 - share))
+        self.profile.put_op(key, seconds, timing.num_runs)
+        return seconds
+
+    def _formula(self, key: OpKey, device: int) -> OpTime:
+        contention = self.cluster.group_of(device)[0].contention
+        priced = self.fallback.op(key, device)
+        return OpTime(*(s / contention for s in (priced.forward_s, priced.backward_input_s, priced.backward_weight_s)))
+
+    def _remember(self, key: OpKey, known: OpTime, formula: OpTime) -> None:
+        if formula.forward_s <= 0:
+            return
+        backward = known.backward_s / formula.backward_s if formula.backward_s > 0 else 1.0
+        entry = (_size(key), known.forward_s / formula.forward_s, backward)
+        ratios = self._ratios.setdefault(key.target, [])
+        if entry not in ratios:
+            bisect.insort(ratios, entry)
+
+    def _ratio(self, key: OpKey) -> tuple[float, float] | None:
+        """Measured over formula at this size, between the nearest measured sizes of the operator (log-log)."""
+        known = self._ratios.get(key.target)
+        if not known:
+            return None
+        size = _size(key)
+        i = bisect.bisect_left(known, (size, 0.0, 0.0))
+        if i == 0 or i == len(known):
+            _, forward, backward = known[min(i, len(known) - 1)]
+            return forward, backward
+        (a, fa, ba), (b, fb, bb) = known[i - 1], known[i]
+        share = (size - a) / (b - a) if b > a else 0.0
+        mix = lambda x, y: x ** (1 - share) * y**share if x > 0 and y > 0 else y  # noqa: E731
+        return mix(fa, fb), mix(ba, bb)
+
+    def collective(self, collective: Collective) -> float:
+        group = collective.group
+        if group.size <= 1:
+            return 0.0
+        node = self.cluster.groups[0]
+        inside = self.cluster.node_of(group.start) == self.cluster.node_of(group.start + (group.size - 1) * group.stride)
+        world = node.devices_per_node
+        size = group.size if collective.kind != "send" else 2
+        found = self.profile.link(collective.kind, size, world) if inside and node.device.kind == self.profile.env.kind else None
+        if found is None:
+            return self.fallback.collective(collective)
+        return found.seconds(collective.num_bytes)
+
+    def optimizer_s(self, num_elements: int, optimizer: str, num_bytes_per_element: float, device: int = 0) -> float:
+        return self.fallback.optimizer_s(num_elements, optimizer, num_bytes_per_element, device)
+
+    def memory_limit_bytes(self, device: int = 0) -> int:
+        return self.fallback.memory_limit_bytes(device)
+
+    def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
+        return self.fallback.peak_flops_per_s(dtype, device)
+
+    def assumptions(self) -> tuple[str, ...]:
+        env, count = self.profile.env, self.origins
+        lines = [
+            f"operators timed on {env.device} (torch {env.torch}, {env.threads} threads): {count['measured']} keys measured, "
+            f"{count['interpolated']} interpolated between measured sizes, {count['formula']} from formulas"
+        ]
+        lines += [f"not measured: {reason}" for _, reason in sorted(self.reasons.items())]
+        world = self.cluster.groups[0].devices_per_node
+        fits = [fit for fit in self.profile.links() if fit.world == world]
+        lines.append(f"collectives: {len(fits)} fits measured among {world} ranks" if fits else "collectives: from formulas")
+        for group in self.cluster.groups:
+            if group.contention > 1:
+                lines.append(f"{group.devices_per_node} ranks share {group.cores_per_node:g} cores: compute takes {group.contention:.2f} times as long")
+        return tuple(lines)
+
+
+def _size(key: OpKey) -> float:
+    """Logarithm of the work of a key: flops where it has them, else bytes."""
+    total = key.flops or sum(tensor_bytes(*t) for t in (*key.operands, *key.outputs))
+    return math.log(max(1, total))
