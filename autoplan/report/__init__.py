@@ -1,0 +1,5 @@
+"""The report: one HTML page that opens offline and says what was decided, why, and what it is predicted to cost."""
+
+from autoplan.report.page import html
+
+__all__ = ["html"]
