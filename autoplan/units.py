@@ -25,7 +25,7 @@ def num_bytes(value: float) -> str:
 
 def count(value: float, unit: str = "") -> str:
     """Decimal multiples: 12345 -> "12.3 k"; with a unit "12.3 kFLOP"."""
-    return f"{_scaled(value, _COUNT)}{unit}"
+    return f"{_scaled(value, _COUNT)}{unit}".rstrip()
 
 
 def figures(value: float) -> str:

@@ -93,5 +93,5 @@ def test_a_plan_without_splits_notes_or_limits_has_a_report() -> None:
 def test_quantities_read_well() -> None:
     assert [seconds(v) for v in (0.0, 1.5e-6, 0.01234, 1.0, 59.96, 150, 7200)] == ["0 µs", "1.5 µs", "12.3 ms", "1 s", "60 s", "2.5 min", "2 h"]
     assert [num_bytes(v) for v in (0, 1023, 1536, 80 * 2**30)] == ["0 B", "1,023 B", "1.5 KiB", "80 GiB"]
-    assert [count(v) for v in (999, 1.27e6)] == ["999 ", "1.27 M"]
+    assert [count(v) for v in (999, 1.27e6)] == ["999", "1.27 M"]
     assert count(3e12, "FLOP") == "3 TFLOP"
