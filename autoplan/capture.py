@@ -1,0 +1,341 @@
+"""Capture: a module and an example batch -> Graph.
+
+`torch.export` (non-strict) records the forward pass at the level of ATen operators; the passes of `autoplan.canonical` bring it into canonical form; what
+the export cannot carry is refused with the reason. Where the model holds data, the graph is run against the model itself: loss and every
+gradient, on the example and on a second batch of other content.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoplan.blocks import partition
+from autoplan.canonical.attention import fold_attention
+from autoplan.canonical.broadcast import delay_expansion
+from autoplan.canonical.fold import evaluate, is_random, materialise, simplify
+from autoplan.canonical.functional import functionalize
+from autoplan.canonical.imported import import_program
+from autoplan.canonical.linear import unfuse
+from autoplan.canonical.loss import sum_over_count
+from autoplan.canonical.tidy import tidy
+from autoplan.canonical.trace import Step, Trace
+from autoplan.capture_check import check_against_model
+from autoplan.errors import CaptureError
+from autoplan.fingerprint import fingerprint
+from autoplan.flops import flops
+from autoplan.graph import Graph, Op, Value
+from autoplan.saved import saved
+from runtime.call import dtype_of
+from runtime.instr import Ref, TensorSpec, uses
+
+Batch = Mapping[str, Any] | tuple[Any, ...]
+LossFn = Callable[[Any, Any], torch.Tensor]
+_PREFIX = "module."  # of everything that the wrapper holds
+
+
+def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, training: bool = True, check: bool = True) -> Graph:
+    """One training (or evaluation) step of `model` on the global batch, as a Graph.
+
+    `batch` is a dict of keyword arguments or a tuple of positional ones; its tensors hold the rows of the batch in dim 0. The model may be on
+    the meta device: nothing is allocated then. The loss is the model's scalar output, its `.loss` or ["loss"], or `loss_fn(output, batch)`; without
+    one the graph's `loss` is None. With `check` a model that holds data is compared with the graph in loss and gradients.
+    Raises CaptureError for what cannot be captured exactly, UsageError (a ValueError) for a batch that makes no sense.
+    """
+    _refuse(model)
+    paths, tensors, treedef, plain = _flatten(batch)
+    num_rows, notes = _rows(paths, tensors)
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    example = tuple(t.detach().clone() if device.type != "meta" else torch.empty_like(t, device="meta") for t in tensors)
+    wrapper = _Wrapper(model, loss_fn, treedef, plain)
+    with _mode(model, training):
+        program = _export(wrapper, example)
+        trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX)
+        trace = canonical(trace, _mean_over_rows(num_rows))
+        graph = build(type(model).__name__, trace, wrapper.seen.loss, training, notes)
+        if check and device.type != "meta" and graph.loss is not None and training:
+            check_against_model(graph, model, wrapper, example)
+    return graph
+
+
+def canonical(trace: Trace, is_batch_mean: Callable[[Step], bool]) -> Trace:
+    """All passes, in order."""
+    trace = tidy(functionalize(trace))
+    known = evaluate(trace)
+    trace = simplify(trace, known)
+    trace = fold_attention(trace, known)
+    trace = delay_expansion(materialise(trace, known))
+    return sum_over_count(unfuse(trace), is_batch_mean)
+
+
+@dataclass
+class _Seen:
+    """What the wrapper found out; an export undoes assignments to a module's own attributes."""
+
+    loss: bool = False
+
+
+class _Wrapper(nn.Module):
+    """The model on a flat list of tensors -> (loss, every other tensor of its output)."""
+
+    def __init__(self, module: nn.Module, loss_fn: LossFn | None, treedef: Any, plain: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn, self.treedef, self.plain = loss_fn, treedef, dict(plain)
+        self.training = module.training
+        self.seen = _Seen()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest = iter(tensors)
+        leaves = [self.plain[i] if i in self.plain else next(rest) for i in range(self.treedef.num_leaves)]
+        batch = pytree.tree_unflatten(leaves, self.treedef)
+        output = self.module(**batch) if isinstance(batch, dict) else self.module(*batch)
+        loss = _loss(output, batch, self.loss_fn)
+        self.seen.loss = loss is not None
+        others = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t is not loss]
+        return (*([loss] if loss is not None else []), *others)
+
+
+def _loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor | None:
+    if loss_fn is not None:
+        loss = loss_fn(output, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(f"loss_fn must return a scalar tensor; it returned {found}")
+        return loss
+    if isinstance(output, torch.Tensor):
+        return output if output.numel() == 1 and output.is_floating_point() else None
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _flatten(batch: Batch) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...], Any, dict[int, Any]]:
+    """(paths of the tensors, the tensors, tree, leaves by index that are no tensors)."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+    if not isinstance(batch, (dict, tuple)):
+        raise CaptureError(f"a batch is a dict (keyword arguments) or a tuple (positional arguments), not {type(batch).__name__}: write ({type(batch).__name__.lower()},)")
+    leaves, treedef = pytree.tree_flatten_with_path(batch)
+    paths, tensors, plain = [], [], {}
+    for i, (path, leaf) in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            paths.append(".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path))
+            tensors.append(leaf)
+        else:
+            plain[i] = leaf
+    if not tensors:
+        raise CaptureError("the batch holds no tensor: give an example of the global batch, such as {'input_ids': tokens, 'labels': tokens}")
+    return tuple(paths), tuple(tensors), treedef, plain
+
+
+def _rows(paths: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[int, tuple[str, ...]]:
+    """Number of rows of the batch (dim 0 of its tensors), and warnings."""
+    sizes = {path: t.shape[0] for path, t in zip(paths, tensors, strict=True) if t.dim()}
+    distinct = sorted({n for n in sizes.values() if n != 1})
+    if len(distinct) > 1:
+        listed = ", ".join(f"{path}: {n}" for path, n in sizes.items())
+        raise CaptureError(f"dim 0 of every batch tensor must be the number of rows (or 1), but the sizes differ ({listed}): give all tensors the same rows")
+    if not distinct:
+        return 1, ("the batch has one row, so what depends on the rows cannot be told apart: data parallelism and micro-batches need an example of at least 2 rows",)
+    return distinct[0], ()
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raise for what an export would silently change."""
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise CaptureError("capture was called inside torch.autocast, which an export drops: leave the context and use precision='bf16' (or autocast inside the model's forward)")
+    for name, module in model.named_modules():
+        kind, where = type(module).__name__, f"module {name!r}" if name else "the model"
+        if isinstance(module, nn.parallel.DistributedDataParallel) or kind in ("FullyShardedDataParallel",) or kind.startswith("FSDP"):
+            raise CaptureError(f"{where} is wrapped by {kind}: give the plain module, the plan distributes it")
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(f"{where} has backward hooks, which a plan cannot run: remove them (gradients can be read by pm.full_grads())")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{where} is a TorchScript module: give the Python module that it was made from")
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name!r} has gradient hooks, which a plan cannot run: remove them")
+        if hasattr(parameter, "device_mesh"):
+            raise CaptureError(f"parameter {name!r} is distributed already: give the plain module")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CaptureError(f"parameter {name!r} has no shape yet: run the model once on a batch first")
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode; modules that differ on purpose stay as they are where the model is in that mode."""
+    flags = {module: module.training for module in model.modules()}
+    try:
+        if model.training != training:
+            model.train(training)
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+class _Refused(Exception):
+    """Raised in the midst of an export, at the user's line."""
+
+
+@contextmanager
+def _no_custom_function() -> Iterator[None]:
+    """An export keeps the forward of a torch.autograd.Function and loses its backward: stop where one is applied."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__.startswith("GeneratedBackwardFor_"):  # of a torch.library operator, which the graph calls whole
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls.__name__ == "CheckpointFunction":
+            raise _Refused("re-entrant activation checkpointing is a custom autograd.Function, whose backward an export loses: pass use_reentrant=False, or leave it to the plan")
+        raise _Refused(f"the custom autograd.Function {cls.__name__} would lose its backward: register it as a torch.library operator with register_autograd")
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[assignment]
+
+
+def _export(wrapper: _Wrapper, example: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    state = torch.get_rng_state()
+    try:
+        with warnings.catch_warnings(), torch.enable_grad(), _no_custom_function():
+            warnings.simplefilter("ignore")
+            return torch.export.export(wrapper, example, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        place = _user_line(error)
+        at = f"{place}: " if place else ""
+        if isinstance(error, _Refused):
+            raise CaptureError(f"{at}{error}") from error
+        if "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or "Dynamic control flow" in str(error):
+            raise CaptureError(f"{at}control flow or a size depends on data, which a plan cannot follow: use torch.where or a mask instead ({_first_line(error)})") from error
+        raise CaptureError(f"{at}the model cannot be captured: {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        torch.set_rng_state(state)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _user_line(error: BaseException) -> str:
+    """File and line of the innermost frame of the model's code."""
+    seen: BaseException | None = error
+    place = ""
+    while seen is not None:
+        for frame in traceback.extract_tb(seen.__traceback__):
+            if "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename != __file__:
+                place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+        if place:
+            return place
+        seen = seen.__cause__ or seen.__context__
+    return place
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every parameter and buffer name -> all names of that tensor, in the model's order."""
+    groups: dict[int, list[str]] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            groups.setdefault(id(tensor), []).append(name)
+    return {name: tuple(group) for group in groups.values() for name in group}
+
+
+def _trainable(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+
+
+def _mean_over_rows(num_rows: int) -> Callable[[Step], bool]:
+    """Picks means that reduce everything, or dim 0 where it holds a multiple of the rows."""
+
+    def pick(step: Step) -> bool:
+        return step.instr.target == "aten.mean.default" or (isinstance(step.instr.args[1], tuple) and 0 in step.instr.args[1])
+
+    return pick
+
+
+def build(name: str, trace: Trace, has_loss: bool, training: bool, notes: tuple[str, ...]) -> Graph:
+    """The graph of a canonical trace."""
+    values, ops = _values_and_ops(trace)
+    loss, outputs = (trace.outputs[0], trace.outputs[1:]) if has_loss else (None, trace.outputs)
+    keep = tuple(dict.fromkeys(outputs))
+    ops, blocks = partition(values, ops)
+    batch_inputs = tuple(v.name for v in values.values() if v.kind == "input")
+    values, ops, sizes, batch_factor = _annotate(values, ops, batch_inputs)
+    if notes:
+        batch_factor = None
+    rest = (f"loss {loss}", f"outputs {keep}", f"updates {trace.buffer_updates}", f"training {training}")
+    return Graph(
+        name=name,
+        values=values,
+        ops=ops,
+        blocks=blocks,
+        factor_sizes=sizes,
+        batch_factor=batch_factor,
+        loss=loss,
+        outputs=keep,
+        buffer_updates=trace.buffer_updates,
+        fingerprint=fingerprint(values, ops, rest),
+        constants=trace.constants,
+        training=training,
+        warnings=(*notes, *trace.warnings),
+    )
+
+
+def _values_and_ops(trace: Trace) -> tuple[dict[str, Value], tuple[Op, ...]]:
+    values: dict[str, Value] = {}
+    for name, leaf in trace.leaves.items():
+        values[name] = Value(name, leaf.spec, leaf.kind, ((),) * len(leaf.spec.shape), leaf.requires_grad, leaf.fqn, leaf.aliases)
+    ops: list[Op] = []
+    for step in trace.steps:
+        instr = step.instr
+        operands = uses(instr)
+        grads = tuple(values[n].requires_grad for n in operands)
+        specs = tuple(values[n].spec for n in operands)
+        carries = any(grads) and instr.target != "aten.detach.default"
+        kept, extra = saved(instr, grads, specs) if carries else ((), 0)
+        for i, out in enumerate(instr.outputs):
+            if out.spec is not None:
+                grad = carries and _differentiable(out.spec) and not (instr.target == "runtime.batch_norm" and i > 0)
+                values[out.name] = Value(out.name, out.spec, "activation", ((),) * len(out.spec.shape), grad)
+        cost = flops(instr.target, specs, tuple(o.spec for o in instr.outputs if o.spec is not None), instr.args)
+        ops.append(Op(instr, (), (), step.module, step.source, cost, kept, extra, is_random(instr.target)))
+    return values, tuple(ops)
+
+
+def _differentiable(spec: TensorSpec) -> bool:
+    dtype = dtype_of(spec.dtype)
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _annotate(
+    values: Mapping[str, Value], ops: tuple[Op, ...], batch_inputs: tuple[str, ...]
+) -> tuple[Mapping[str, Value], tuple[Op, ...], tuple[int, ...], int | None]:
+    try:
+        from autoplan.factors import annotate
+    except ImportError:
+        sizes: list[int] = []
+        named = {}
+        for name, value in values.items():
+            dims = []
+            for n in value.spec.shape:
+                dims.append(() if n == 1 else (len(sizes),))
+                sizes.extend([n] if n != 1 else [])
+            named[name] = replace(value, dims=tuple(dims))
+        return named, ops, tuple(sizes), None
+    return annotate(values, ops, batch_inputs)
+
+
+__all__ = ["Ref", "build", "canonical", "capture"]

@@ -1,0 +1,46 @@
+"""Floating-point operations of one operator call, forward.
+
+Products, convolutions and attention are counted as `torch.utils.flop_counter.FlopCounterMode` counts them: 2 m n k for a product; attention as its two
+products over all keys, causal or not. Everything else counts 0: its time is that of moving its bytes, which the price knows by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from runtime.instr import Arg, TensorSpec
+
+
+def flops(target: str, operands: Sequence[TensorSpec], outputs: Sequence[TensorSpec], args: Sequence[Arg] = ()) -> int:
+    """FLOPs of `target` on operands and outputs of these (whole or local) shapes.
+
+    Order of operands: `runtime.instr.uses`. `args` are the call's positional arguments.
+    """
+    name = target.split(".")[1]
+    out = math.prod(outputs[0].shape) if outputs else 0
+    if name in ("linear", "mm", "bmm", "matmul", "mv", "dot", "vecdot"):
+        return 2 * out * operands[0].shape[-1]
+    if name in ("addmm", "baddbmm", "addbmm", "addmv"):
+        rows = operands[1].shape
+        return 2 * out * rows[-1] * (rows[0] if name == "addbmm" else 1)
+    if name == "bilinear":
+        return 2 * out * operands[0].shape[-1] * (operands[1].shape[-1] + 1)
+    if name in ("scaled_dot_product_attention", "attention"):
+        *batch, queries, dim = operands[0].shape
+        keys, value_dim = operands[2].shape[-2:]
+        return 2 * math.prod(batch) * queries * keys * (dim + value_dim)
+    if name in ("conv1d", "conv2d", "conv3d", "convolution", "_convolution"):
+        if name.endswith("convolution") and len(args) > 6 and args[6] is True:
+            return _transposed(operands)
+        return 2 * out * math.prod(operands[1].shape[1:])
+    if name.startswith("conv_transpose"):
+        return _transposed(operands)
+    if "grouped_mm" in name:  # (rows, k) x (groups, k, n): each row meets one group
+        return 2 * out * operands[0].shape[-1]
+    return 0
+
+
+def _transposed(operands: Sequence[TensorSpec]) -> int:
+    """Each input element meets its whole kernel."""
+    return 2 * math.prod(operands[0].shape) * math.prod(operands[1].shape[1:])
