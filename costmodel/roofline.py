@@ -39,35 +39,38 @@ def tensor_bytes(shape: Shape, dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
+class Cost:
     """Device seconds and kernels of one pass."""
 
     device_s: float
     kernels: int
 
-    def __add__(self, other: _Cost) -> _Cost:
-        return _Cost(self.device_s + other.device_s, self.kernels + other.kernels)
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.device_s + other.device_s, self.kernels + other.kernels)
 
 
-_FREE = _Cost(0.0, 0)
+FREE = Cost(0.0, 0)
 
 
-def op_time(key: OpKey, device: Device, constants: DeviceConstants, stack: StackConstants, contention: float = 1.0) -> OpTime:
-    """Seconds of forward, backward-input and backward-weight of one call. Formulas: the module's text."""
+def op_costs(key: OpKey, device: Device, constants: DeviceConstants, stack: StackConstants) -> tuple[Cost, Cost, Cost]:
+    """Device seconds and kernels of forward, backward-input and backward-weight, without launches. Formulas: the module's text."""
     rate = _Rate(device, constants, stack)
     kind = op_class(key.target)
     price = {"view": _view, "create": _create, "gemm": _gemm, "attention": _attention, "convolution": _convolution, "lookup": _lookup, "memory": _memory}[kind]
     forward, backward_input, backward_weight = price(key, rate)
-    if not any(key.grads):
-        backward_input = backward_weight = _FREE
+    return (forward, backward_input, backward_weight) if any(key.grads) else (forward, FREE, FREE)
+
+
+def op_time(key: OpKey, device: Device, constants: DeviceConstants, stack: StackConstants, contention: float = 1.0) -> OpTime:
+    """Seconds of forward, backward-input and backward-weight of one call. Formulas: the module's text."""
     launch_s = constants.launch_s * stack.launch_factor
 
-    def seconds(cost: _Cost) -> float:
+    def seconds(cost: Cost) -> float:
         if device.kind == "cpu":
             return (cost.device_s + cost.kernels * launch_s) * contention
         return max(cost.device_s, cost.kernels * launch_s)
 
-    return OpTime(seconds(forward), seconds(backward_input), seconds(backward_weight))
+    return OpTime(*(seconds(cost) for cost in op_costs(key, device, constants, stack)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +79,20 @@ class _Rate:
     constants: DeviceConstants
     stack: StackConstants
 
-    def memory(self, num_bytes: float, kernels: int = 1, fusible: bool = True) -> _Cost:
+    def memory(self, num_bytes: float, kernels: int = 1, fusible: bool = True) -> Cost:
         """A pass over `num_bytes`; fused into a neighbour to the stack's share."""
         share = self.stack.fused_share if fusible else 1.0
         seconds = num_bytes / (self.device.memory_bytes_per_s * self.constants.memory_efficiency)
-        return _Cost((seconds + kernels * self.constants.kernel_s) * share, kernels)
+        return Cost((seconds + kernels * self.constants.kernel_s) * share, kernels)
 
-    def gemm(self, sizes: Gemm, dtype: str) -> _Cost:
-        return _Cost(gemm_s(sizes, dtype, item_bytes(dtype), self.device, self.constants), 1)
+    def gemm(self, sizes: Gemm, dtype: str) -> Cost:
+        return Cost(gemm_s(sizes, dtype, item_bytes(dtype), self.device, self.constants), 1)
 
-    def flops(self, flops: float, dtype: str, share: float) -> _Cost:
-        return _Cost(flops / (self.device.peak(dtype) * share) + self.constants.kernel_s, 1)
+    def flops(self, flops: float, dtype: str, share: float) -> Cost:
+        return Cost(flops / (self.device.peak(dtype) * share) + self.constants.kernel_s, 1)
 
 
-_Three = tuple[_Cost, _Cost, _Cost]
+_Three = tuple[Cost, Cost, Cost]
 
 
 def _sum_bytes(tensors: tuple[tuple[Shape, str], ...]) -> int:
@@ -102,12 +105,12 @@ def _grad(key: OpKey, i: int) -> bool:
 
 def _view(key: OpKey, rate: _Rate) -> _Three:
     if base_name(key.target) not in _SLICES or not key.operands:
-        return _FREE, _FREE, _FREE
-    return _FREE, rate.memory(_sum_bytes(key.operands[:1]) + _sum_bytes(key.outputs)), _FREE
+        return FREE, FREE, FREE
+    return FREE, rate.memory(_sum_bytes(key.operands[:1]) + _sum_bytes(key.outputs)), FREE
 
 
 def _create(key: OpKey, rate: _Rate) -> _Three:
-    return rate.memory(_sum_bytes(key.outputs)), _FREE, _FREE
+    return rate.memory(_sum_bytes(key.outputs)), FREE, FREE
 
 
 def _products(key: OpKey) -> tuple[Gemm, int, int]:
@@ -134,8 +137,8 @@ def _gemm(key: OpKey, rate: _Rate) -> _Three:
     sizes, i, j = _products(key)
     dtype = key.operands[i][1] if key.operands else "float32"
     b, m, n, k = sizes.b, sizes.m, sizes.n, sizes.k
-    backward_input = rate.gemm(Gemm(b, m, k, n), dtype) if _grad(key, i) else _FREE
-    backward_weight = rate.gemm(Gemm(b, k, n, m), dtype) if _grad(key, j) and j != i else _FREE
+    backward_input = rate.gemm(Gemm(b, m, k, n), dtype) if _grad(key, i) else FREE
+    backward_weight = rate.gemm(Gemm(b, k, n, m), dtype) if _grad(key, j) and j != i else FREE
     for other in range(len(key.operands)):
         if other not in (i, j) and _grad(key, other):
             backward_weight += rate.memory(_sum_bytes(key.outputs), fusible=False)
@@ -150,13 +153,13 @@ def _attention(key: OpKey, rate: _Rate) -> _Three:
     if rate.stack.flash and not (mask and rate.device.kind == "cuda"):
         flops = 4.0 * batch * s_q * s_k * (-(-d // 32) * 32) * (0.5 if causal else 1.0)
         forward = rate.flops(flops, dtype, rate.constants.attention_forward)
-        return forward, rate.flops(2.5 * flops, dtype, rate.constants.attention_backward), _FREE
+        return forward, rate.flops(2.5 * flops, dtype, rate.constants.attention_backward), FREE
     scores = batch * s_q * s_k * item_bytes(dtype)
     dropout = float(argument(key.args, 4, "dropout_p", 0.0) or 0.0) > 0
     one, two = Gemm(batch, s_q, s_k, d), Gemm(batch, s_q, d, s_k)
     forward = rate.gemm(one, dtype) + rate.gemm(two, dtype) + rate.memory((2 + 2.5 * dropout) * scores, 1 + dropout, fusible=False)
     back = rate.gemm(two, dtype) + rate.gemm(one, dtype) + rate.gemm(two, dtype) + rate.gemm(two, dtype)
-    return forward, back + rate.memory((3 + 2.5 * dropout) * scores, 1 + dropout, fusible=False), _FREE
+    return forward, back + rate.memory((3 + 2.5 * dropout) * scores, 1 + dropout, fusible=False), FREE
 
 
 def _convolution(key: OpKey, rate: _Rate) -> _Three:
@@ -165,8 +168,8 @@ def _convolution(key: OpKey, rate: _Rate) -> _Three:
     pixels = batch * math.prod(image)
     window = math.prod(weight[1:])
     sizes = Gemm(1, pixels, channels, window)
-    backward_input = rate.gemm(Gemm(1, pixels, window, channels), dtype) if _grad(key, 0) else _FREE
-    backward_weight = rate.gemm(Gemm(1, window, channels, pixels), dtype) if _grad(key, 1) else _FREE
+    backward_input = rate.gemm(Gemm(1, pixels, window, channels), dtype) if _grad(key, 0) else FREE
+    backward_weight = rate.gemm(Gemm(1, window, channels, pixels), dtype) if _grad(key, 1) else FREE
     if _grad(key, 2):
         backward_weight += rate.memory(_sum_bytes(key.outputs), fusible=False)
     return rate.gemm(sizes, dtype), backward_input, backward_weight
@@ -175,7 +178,7 @@ def _convolution(key: OpKey, rate: _Rate) -> _Three:
 def _lookup(key: OpKey, rate: _Rate) -> _Three:
     out = _sum_bytes(key.outputs)
     table = tensor_bytes(*key.operands[0])
-    return rate.memory(2 * out, fusible=False), _FREE, rate.memory(table + 3 * out, 2, fusible=False) if _grad(key, 0) else _FREE
+    return rate.memory(2 * out, fusible=False), FREE, rate.memory(table + 3 * out, 2, fusible=False) if _grad(key, 0) else FREE
 
 
 def _memory(key: OpKey, rate: _Rate) -> _Three:
@@ -186,7 +189,7 @@ def _memory(key: OpKey, rate: _Rate) -> _Three:
     wanted = [i for i in range(len(key.operands)) if _grad(key, i)]
     if not count.backward:
         small = [i for i in wanted if tensor_bytes(*key.operands[i]) < written]
-        return forward, rate.memory(len(small) * written, len(small)) if small else _FREE, _FREE
+        return forward, rate.memory(len(small) * written, len(small)) if small else FREE, FREE
     grads = sum(tensor_bytes(*key.operands[i]) for i in wanted)
     kernels = max(count.backward_kernels, len(wanted))
-    return forward, rate.memory(written + grads + count.backward_reads * largest * max(1, min(2, len(wanted))), kernels), _FREE
+    return forward, rate.memory(written + grads + count.backward_reads * largest * max(1, min(2, len(wanted))), kernels), FREE
