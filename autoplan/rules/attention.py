@@ -33,9 +33,10 @@ def attention(call: Call) -> Signature | None:
         shift = len(full) - len(shape)
         reads.append(tuple(named[i + shift] if n == full[i + shift] else () for i, n in enumerate(shape)))
     write = (*(tuple((f"b{i}",) for i in range(len(lead)))), *((both,) if grouped else ()), ("s",), ("d",))
-    whole = frozenset({"t", "e", *(("s",) if call.get("is_causal", False) else ())})
+    dropped = bool(call.get("dropout_p", 0.0))  # one mask over (s, t) for all features of v: ranks that divide d would draw others
+    whole = frozenset({"t", "e", *(("s",) if call.get("is_causal", False) else ()), *(("d",) if dropped else ())})
     sizes = {"g": k[-3], "r": q[-3] // k[-3]} if grouped else {}
-    return Signature(tuple(reads), (write,), whole=whole, linear=() if call.get("dropout_p", 0.0) else ((2,),), sizes=sizes)
+    return Signature(tuple(reads), (write,), whole=whole, linear=() if dropped else ((2,),), sizes=sizes)
 
 
 RULES = {"aten.scaled_dot_product_attention": attention, "runtime.attention": attention}
