@@ -1,0 +1,33 @@
+"""From the bodies of a stage to what runs: compiled blocks, and which values live how long."""
+
+from __future__ import annotations
+
+from runtime.compile import Compiled, compile_block
+from runtime.mesh import Mesh
+from runtime.module import CompiledBody, StageModule, Step
+from runtime.program import BlockCode, Body, StageCode
+
+
+def kept_values(stage: StageCode, body: Body) -> tuple[str, ...]:
+    """What a forward of the stage puts out: values that are sent, the loss, predictions and new buffers, each once."""
+    loss = (stage.loss,) if stage.loss else ()
+    names = (*(t.value for t in body.sends), *loss, *stage.predictions, *(value for _, value in stage.updates))
+    return tuple(dict.fromkeys(names))
+
+
+def compile_bodies(stage: StageCode, module: StageModule, mesh: Mesh) -> dict[int, CompiledBody]:
+    """The bodies of a stage by their number of rows."""
+    compiled: dict[BlockCode, Compiled] = {}
+    return {body.rows: _compile_body(stage, body, module, mesh, compiled) for body in stage.bodies}
+
+
+def _compile_body(stage: StageCode, body: Body, module: StageModule, mesh: Mesh, compiled: dict[BlockCode, Compiled]) -> CompiledBody:
+    keep = kept_values(stage, body)
+    last_use = {name: i for i, block in enumerate(body.blocks) for name in (*block.outputs, *block.inputs)}
+    steps = []
+    for i, block in enumerate(body.blocks):
+        if block not in compiled:
+            compiled[block] = compile_block(block, mesh)
+        dead = tuple(name for name, last in last_use.items() if last == i and name not in keep)
+        steps.append(Step(block, compiled[block], module.block(block.name), dead))
+    return CompiledBody(module, tuple(steps), keep)

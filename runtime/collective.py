@@ -1,0 +1,243 @@
+"""Collectives, raw and differentiable: the communication that instructions name ("runtime.all_reduce", ...).
+
+A dimension is seen as [outer, size, inner] and rank r of p holds `size/p` consecutive entries of the middle
+one (`Chunk` in runtime/program.py). `size` is always the full length; `x` is the local tensor. Each function
+has the backward pass of autoplan's layout table:
+
+    function          forward         backward        reads
+    vary              -               all_reduce      a copy by work that differs by rank
+    all_reduce        all_reduce      -               a partial sum, whole
+    all_gather        all_gather      slice           a part, whole
+    all_gather_vary   all_gather      reduce_scatter  a part, whole, by work that differs by rank
+    slice             slice           all_gather      a whole value, in part
+    reduce_scatter    reduce_scatter  all_gather      a partial sum, in part
+    all_to_all        all_to_all      all_to_all      a part, divided along another dimension
+    share             -               / p             a copy whose complete gradient will be summed over the axis
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from runtime.errors import CommunicationError
+from runtime.mesh import Axis
+
+# Named all_gather_single and reduce_scatter_single from torch 2.13 on.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Part(NamedTuple):
+    """How a dimension is divided: `dim` is [outer, size, inner], cut along the middle."""
+
+    dim: int
+    outer: int
+    size: int
+    inner: int
+
+    def parts(self, x: torch.Tensor, num_parts: int) -> torch.Tensor:
+        """A whole tensor as [p, *local shape], a view where it can be."""
+        each = self.size // num_parts
+        shape = x.shape
+        cut = x.reshape(*shape[: self.dim], self.outer, num_parts, each, self.inner, *shape[self.dim + 1 :])
+        return cut.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 3)
+
+    def whole(self, parts: torch.Tensor) -> torch.Tensor:
+        """The inverse of `parts`: [p, *local shape] -> whole."""
+        num_parts, shape = parts.shape[0], parts.shape[1:]
+        cut = parts.reshape(num_parts, *shape[: self.dim], self.outer, self.size // num_parts, self.inner, *shape[self.dim + 1 :])
+        return cut.movedim(0, self.dim + 1).reshape(*shape[: self.dim], self.outer * self.size * self.inner, *shape[self.dim + 1 :])
+
+    def check(self, x: torch.Tensor, length: int, num_parts: int) -> None:
+        assert self.size % num_parts == 0, f"{self} does not divide into {num_parts}"
+        assert x.shape[self.dim] == length, f"dimension {self.dim} of {tuple(x.shape)} should have {length} entries: {self} over {num_parts}"
+
+
+def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
+    """Run one blocking collective, recorded. Raises CommunicationError naming rank, axis and kind."""
+    start_s = time.perf_counter()
+    try:
+        issue()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)}) failed after "
+            f"{time.perf_counter() - start_s:.1f} s of at most {axis.timeout_s:g} s: {error}"
+        ) from error
+    axis.recorder.add(kind, axis.name, num_bytes, start_s)
+
+
+def raw_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over the axis, a new tensor of x's shape."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    if axis.size > 1:
+        wait(axis, "all_reduce", out.nbytes, lambda: dist.all_reduce(out, group=axis.group))
+    return out
+
+
+def raw_all_gather(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    part.check(x, part.outer * part.size // axis.size * part.inner, axis.size)
+    out = x.new_empty((axis.size, *x.shape))
+    wait(axis, "all_gather", out.nbytes, lambda: _gather_into(out.flatten(), x.contiguous().flatten(), group=axis.group))
+    return part.whole(out)
+
+
+def raw_slice(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    part.check(x, part.outer * part.size * part.inner, axis.size)
+    return part.parts(x, axis.size)[axis.index].contiguous()
+
+
+def raw_reduce_scatter(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    part.check(x, part.outer * part.size * part.inner, axis.size)
+    parts = part.parts(x, axis.size).contiguous()
+    out = torch.empty_like(parts[0])
+    wait(axis, "reduce_scatter", parts.nbytes, lambda: _scatter_into(out.flatten(), parts.flatten(), group=axis.group))
+    return out
+
+
+def raw_all_to_all(x: torch.Tensor, gathered: Part, split: Part, axis: Axis) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    gathered.check(x, gathered.outer * gathered.size // axis.size * gathered.inner, axis.size)
+    split.check(x, split.outer * split.size * split.inner, axis.size)
+    parts = split.parts(x, axis.size).contiguous()
+    out = torch.empty_like(parts)
+    wait(axis, "all_to_all", parts.nbytes * axis.size, lambda: dist.all_to_all_single(out, parts, group=axis.group))
+    return gathered.whole(out)
+
+
+class _Vary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return raw_all_reduce(grads[0], ctx.axis), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return raw_all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+        ctx.part, ctx.axis = part, axis
+        return raw_all_gather(x, part, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return raw_slice(grads[0], ctx.part, ctx.axis), None, None
+
+
+class _AllGatherVary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+        ctx.part, ctx.axis = part, axis
+        return raw_all_gather(x, part, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return raw_reduce_scatter(grads[0], ctx.part, ctx.axis), None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+        ctx.part, ctx.axis = part, axis
+        return raw_slice(x, part, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return raw_all_gather(grads[0], ctx.part, ctx.axis), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+        ctx.part, ctx.axis = part, axis
+        return raw_reduce_scatter(x, part, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return raw_all_gather(grads[0], ctx.part, ctx.axis), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gathered: Part, split: Part, axis: Axis) -> torch.Tensor:
+        ctx.gathered, ctx.split, ctx.axis = gathered, split, axis
+        return raw_all_to_all(x, gathered, split, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return raw_all_to_all(grads[0], ctx.split, ctx.gathered, ctx.axis), None, None, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / ctx.axis.size, None
+
+
+def vary(x: torch.Tensor, *, axis: Axis) -> torch.Tensor:
+    """Read a whole value by work that differs by rank: identity; the gradient is summed over the axis."""
+    return _Vary.apply(x, axis) if axis.size > 1 else x  # type: ignore[return-value]
+
+
+def all_reduce(x: torch.Tensor, *, axis: Axis) -> torch.Tensor:
+    """Complete a partial sum; the gradient passes unchanged."""
+    return _AllReduce.apply(x, axis) if axis.size > 1 else x  # type: ignore[return-value]
+
+
+def all_gather(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis) -> torch.Tensor:
+    """The whole of a divided tensor; the gradient is sliced."""
+    return _AllGather.apply(x, Part(dim, outer, size, inner), axis)  # type: ignore[return-value]
+
+
+def all_gather_vary(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis) -> torch.Tensor:
+    """The whole of a divided tensor, read by work that differs by rank; the gradient is reduce-scattered."""
+    return _AllGatherVary.apply(x, Part(dim, outer, size, inner), axis)  # type: ignore[return-value]
+
+
+def slice(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis) -> torch.Tensor:
+    """This rank's part of a whole tensor; the gradient is gathered."""
+    return _Slice.apply(x, Part(dim, outer, size, inner), axis)  # type: ignore[return-value]
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis) -> torch.Tensor:
+    """This rank's part of the sum over the axis; the gradient is gathered."""
+    return _ReduceScatter.apply(x, Part(dim, outer, size, inner), axis)  # type: ignore[return-value]
+
+
+def all_to_all(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, dim2: int, outer2: int, size2: int, inner2: int, *, axis: Axis) -> torch.Tensor:
+    """Gather the first description and divide the second; the gradient goes the other way."""
+    return _AllToAll.apply(x, Part(dim, outer, size, inner), Part(dim2, outer2, size2, inner2), axis)  # type: ignore[return-value]
+
+
+def share(x: torch.Tensor, *, axis: Axis) -> torch.Tensor:
+    """Identity; the gradient is divided by the number of ranks, because a later sum over the axis counts it once for each."""
+    return _Share.apply(x, axis) if axis.size > 1 else x  # type: ignore[return-value]

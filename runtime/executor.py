@@ -1,0 +1,151 @@
+"""The executor: runs a program's steps on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runtime.batch import gather_rows
+from runtime.bodies import compile_bodies
+from runtime.compile import compile_block
+from runtime.mesh import Mesh
+from runtime.program import Program
+from runtime.random import RandomState
+from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
+from runtime.run import Code, Run
+from runtime.schedule import Schedule, forward_only, schedule
+from runtime.storage import Resident, Storage, materialise
+
+_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Executor:
+    """Runs steps of a program on this rank of a mesh.
+
+    `dense(fqn)` gives the dense tensors to start from; this rank keeps its own part alone. All ranks of the mesh construct
+    one, and call the same methods in the same order. `random_by_element`: random masks as in one process (runtime/random.py).
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, dense: Callable[[str], torch.Tensor], seed: int = 0, *, random_by_element: bool = False) -> None:
+        self.mesh = mesh
+        self.seed = seed
+        self.num_steps = 0
+        self._random_by_element = random_by_element
+        is_split = program.schedule in ("zb", "zbv")
+        self.storages: dict[int, Storage] = {s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split) for s in program.stages}
+        self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
+        self.rebind(program)
+
+    def rebind(self, program: Program) -> None:
+        """Run another program on the same tensors: other rows, or the evaluation mode. Raises ValueError where the tensors differ."""
+        for stage in program.stages:
+            kept = {r.stored.name: r.stored for r in self.storages[stage.index].residents}
+            for stored in stage.stored:
+                if stored.name not in kept or (kept[stored.name].fqn, kept[stored.name].chunks) != (stored.fqn, stored.chunks):
+                    raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
+        bodies = {
+            (stage.index, rows): body for stage in program.stages for rows, body in compile_bodies(stage, self.storages[stage.index].module, self.mesh).items()
+        }
+        self.code = Code(
+            program,
+            {stage.index: stage for stage in program.stages},
+            self.storages,
+            bodies,
+            compile_block(program.preamble, self.mesh) if program.preamble else None,
+            schedule(program.schedule, program.stage_ranks, program.num_micro_batches),
+        )
+
+    @property
+    def program(self) -> Program:
+        return self.code.program
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under the model's own names, in the order of the program."""
+        return [(r.stored.fqn, r.tensor) for r in self.residents if isinstance(r.tensor, torch.nn.Parameter)]
+
+    @property
+    def trainable(self) -> tuple[Resident, ...]:
+        return tuple(r for r in self.residents if r.stored.kind == "parameter" and r.stored.requires_grad)
+
+    def zero_grad(self) -> None:
+        for resident in self.trainable:
+            resident.tensor.grad = None
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward and backward of all micro-batches of `batch` (global, or this rank's share).
+
+        Returns the loss of the global batch, a scalar, the same on every rank. Gradients are added to those that are there.
+        Raises BatchError before anything runs where the batch is not what the program takes.
+        """
+        kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
+        run = self._new_run(batch, self.code.actions, is_training=True)
+        for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
+            resident.tensor.grad = None
+        run.run()
+        with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
+            self._reshard()
+            reduce_over_axes(self.trainable, self.mesh)
+            sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
+            for resident, grad in kept_grads:
+                resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
+            self._write_buffers(run.updates)
+            loss = self._total_loss(run)
+        self.num_steps += 1
+        return loss
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of the global batch, without gradients and without writing buffers."""
+        run = self._forward(batch)
+        with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
+            return self._total_loss(run)
+
+    def predict(self, batch: Any) -> dict[str, torch.Tensor]:
+        """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""
+        run = self._forward(batch)
+        counts = [[m.stop - m.start for m in own] for own in self.program.micro_batches]
+        axis = self.mesh.axis("dp")
+        return {name: gather_rows(pieces, counts, axis) for name, pieces in run.predictions.items()}
+
+    def _new_run(self, batch: Any, actions: Schedule, *, is_training: bool) -> Run:
+        self.mesh.recorder.clear()
+
+        def state(micro_batch: int, row_start: int) -> RandomState:
+            return RandomState(self.seed, self.num_steps, micro_batch, row_start, self._random_by_element)
+
+        code = Code(self.code.program, self.code.stages, self.storages, self.code.bodies, self.code.preamble, actions)
+        return Run(code, self.mesh, batch, state, is_training)
+
+    def _forward(self, batch: Any) -> Run:
+        run = self._new_run(batch, tuple(forward_only(own) for own in self.code.actions), is_training=False)
+        with torch.no_grad():
+            run.run()
+        self._reshard()
+        return run
+
+    def _reshard(self) -> None:
+        for storage in self.storages.values():
+            storage.reshard()
+
+    def _write_buffers(self, values: dict[str, torch.Tensor]) -> None:
+        for stage in self.program.stages:
+            by_name = {r.stored.name: r for r in self.storages[stage.index].residents}
+            for buffer, value in stage.updates:
+                by_name[buffer].tensor.copy_(values[value])
+
+    def _total_loss(self, run: Run) -> torch.Tensor:
+        """The loss summed over the axes where it is partial, then told to all stages with its dtype."""
+        told = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for stage in self.program.stages:
+            if stage.loss is not None:
+                assert run.loss is not None
+                loss = run.loss.double()
+                for name in stage.loss_partial:
+                    all_reduce_bucket([loss], self.mesh.axis(name))
+                told[0], told[1] = loss, _LOSS_DTYPES.index(run.loss.dtype)
+        all_reduce_bucket([told], self.mesh.axis("pp"))
+        return told[0].to(_LOSS_DTYPES[int(told[1])])

@@ -1,0 +1,152 @@
+"""The mesh: this process' place on every axis, its device, and the process groups that it communicates in."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from runtime.record import Recorder
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One mesh axis as this rank sees it. `ranks` are the global ranks along it, this one at `index`."""
+
+    name: str
+    size: int
+    index: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None  # None where the axis has one rank
+    recorder: Recorder
+    timeout_s: float
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """All axes of a job, row-major in the order of `axes`.
+
+    `channels` are groups along "pp" for transfers, one per kind and direction, so that no two kinds of
+    traffic between two ranks ever wait for each other (NCCL orders everything within one group).
+    `shards` is the mesh that ZeRO splits states over: [dp], or [replicas, zero_group].
+    """
+
+    axes: Mapping[str, Axis]
+    device: torch.device
+    recorder: Recorder
+    rank: int
+    world_size: int
+    timeout_s: float
+    channels: Mapping[str, dist.ProcessGroup | None]
+    shards: DeviceMesh | None
+    shard_axis: Axis  # the ranks that share states: "dp", or part of it
+    replica_axis: Axis  # the ranks that hold equal shards; size 1 without a zero_group
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`; one of size 1 where the mesh has none of that name."""
+        found = self.axes.get(name)
+        return found or Axis(name, 1, 0, (self.rank,), None, self.recorder, self.timeout_s)
+
+
+CHANNELS = ("forward up", "forward down", "backward up", "backward down")
+
+
+def default_device() -> torch.device:
+    """This process' own GPU where there is one for it and NCCL, else the CPU."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available() and dist.is_nccl_available() and local < torch.cuda.device_count():
+        return torch.device("cuda", local)
+    return torch.device("cpu")
+
+
+def init_process_group(device: torch.device, timeout_s: float) -> None:
+    """Join the job that torchrun describes in the environment. Nothing happens alone or when a group is there already."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def build_mesh(
+    axes: tuple[tuple[str, int], ...],
+    *,
+    zero_group: int | None = None,
+    device: torch.device | None = None,
+    timeout_s: float = 600.0,
+    recorder: Recorder | None = None,
+) -> Mesh:
+    """The mesh of `axes` (outermost first) over all ranks of this job.
+
+    Raises ValueError where the axes do not multiply to the world size or zero_group does not divide "dp".
+    Every rank has to call it with the same arguments.
+    """
+    device = device or default_device()
+    init_process_group(device, timeout_s)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    sizes = dict(axes)
+    if math.prod(sizes.values()) != world_size:
+        text = " x ".join(f"{name} {size}" for name, size in axes)
+        raise ValueError(f"the mesh {text} needs {math.prod(sizes.values())} ranks, this job has {world_size}: start as many with torchrun --nproc-per-node")
+    recorder = recorder or Recorder()
+    ids = torch.arange(world_size).reshape([size for _, size in axes])
+
+    def lines(grid: torch.Tensor, dim: int) -> list[list[int]]:
+        return grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+
+    def make(name: str, grid: torch.Tensor, dim: int) -> Axis:
+        all_lines = lines(grid, dim)
+        own = next(line for line in all_lines if rank in line)
+        return Axis(name, len(own), own.index(rank), tuple(own), _new_group(all_lines, timeout_s), recorder, timeout_s)
+
+    made = {name: make(name, ids, i) for i, (name, _) in enumerate(axes)}
+    pp_lines = lines(ids, list(sizes).index("pp")) if sizes.get("pp", 1) > 1 else []
+    channels = {name: _new_group(pp_lines, timeout_s) if pp_lines else None for name in CHANNELS}
+    alone = Axis("dp", 1, 0, (rank,), None, recorder, timeout_s)
+    dp = made.get("dp", alone)
+    if zero_group is None or zero_group == dp.size:
+        return Mesh(made, device, recorder, rank, world_size, timeout_s, channels, _device_mesh((dp,), device), dp, alone)
+    if dp.size % zero_group:
+        raise ValueError(f"zero_group {zero_group} does not divide the {dp.size} data ranks: take a divisor")
+    where = list(sizes).index("dp")
+    split = ids.unflatten(where, (dp.size // zero_group, zero_group))
+    replicas, shards = make("dp", split, where), make("dp", split, where + 1)
+    return Mesh(made, device, recorder, rank, world_size, timeout_s, channels, _device_mesh((replicas, shards), device), shards, replicas)
+
+
+def _new_group(lines: list[list[int]], timeout_s: float) -> Any:
+    if len(lines[0]) == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=timeout_s))
+    return group
+
+
+def _device_mesh(axes: tuple[Axis, ...], device: torch.device) -> DeviceMesh | None:
+    if axes[-1].size == 1:
+        return None
+    if len(axes) == 1:
+        assert axes[0].group is not None
+        return DeviceMesh.from_group(axes[0].group, device.type)
+    outer, inner = axes
+    if outer.group is None:
+        assert inner.group is not None
+        return DeviceMesh.from_group(inner.group, device.type)
+    # This rank's replica line and shard line span a grid; the other entries follow from row-major order.
+    stride = outer.ranks[1] - outer.ranks[0]
+    first = inner.ranks[0] - outer.index * stride
+    step = inner.ranks[1] - inner.ranks[0]
+    grid = torch.tensor([[first + i * stride + j * step for j in range(inner.size)] for i in range(outer.size)])
+    assert inner.group is not None
+    return DeviceMesh.from_group([outer.group, inner.group], device.type, mesh=grid, mesh_dim_names=("replicas", "shards"))

@@ -1,0 +1,147 @@
+"""The modules that hold a stage's tensors and compute with them, in a shape that FSDP2 can wrap.
+
+A `Holder` hands its tensors to a function that the caller passes. FSDP2 gathers what a holder keeps around that call. One
+group of FSDP2 takes trainable parameters of one dtype only, so holders nest: one layer for each dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from runtime.collective import share
+from runtime.compile import Compiled
+from runtime.mesh import Axis
+from runtime.program import BlockCode, Stored
+from runtime.random import bound
+
+Values = Mapping[str, torch.Tensor]
+Function = Callable[[Values, Values], dict[str, torch.Tensor]]  # (inputs, stored) -> outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a stored value is kept, and how it is read."""
+
+    attribute: str
+    shape: tuple[int, ...]
+    is_parameter: bool
+    share_over: Axis | None  # the gradient is complete on each data rank, but will be summed over them
+
+
+class Holder(nn.Module):
+    """Tensors at rest for one function. `inner` holds trainable parameters of a further dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Holder | None = None
+        self._slots: dict[str, _Slot] = {}
+        self._dtype: torch.dtype | None = None
+
+    def hold(self, stored: Stored, local: torch.Tensor, *, at_least_1d: bool = False, share_over: Axis | None = None) -> None:
+        """Keep `local` as what `stored` is. FSDP2 takes no scalars: `at_least_1d` keeps them as one entry."""
+        if stored.kind == "parameter" and stored.requires_grad:
+            if self._dtype not in (None, local.dtype):
+                if self.inner is None:
+                    self.inner = Holder()
+                return self.inner.hold(stored, local, at_least_1d=at_least_1d, share_over=share_over)
+            self._dtype = local.dtype
+        slot = _Slot(f"t{len(self._slots)}", tuple(local.shape), stored.kind == "parameter", share_over if stored.requires_grad else None)
+        self._slots[stored.name] = slot
+        if slot.is_parameter:
+            kept = local.reshape(1) if at_least_1d and local.dim() == 0 else local
+            self.register_parameter(slot.attribute, nn.Parameter(kept, requires_grad=stored.requires_grad))
+        else:
+            setattr(self, slot.attribute, local)  # no module buffer: FSDP2 must neither move nor cast it
+
+    def kept(self, name: str) -> torch.Tensor:
+        """The tensor at rest that `hold` kept under this name."""
+        if name in self._slots:
+            return getattr(self, self._slots[name].attribute)
+        assert self.inner is not None, name
+        return self.inner.kept(name)
+
+    def layers(self) -> list[Holder]:
+        """This holder and the inner ones, innermost first."""
+        return [*(self.inner.layers() if self.inner is not None else []), self]
+
+    @property
+    def has_parameters(self) -> bool:
+        return any(slot.is_parameter for slot in self._slots.values())
+
+    def forward(self, function: Function, inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
+        stored = {**stored, **{name: self._read(slot) for name, slot in self._slots.items()}}
+        return function(inputs, stored) if self.inner is None else self.inner(function, inputs, stored)
+
+    def _read(self, slot: _Slot) -> torch.Tensor:
+        value = getattr(self, slot.attribute)
+        if value.shape != slot.shape:
+            value = value.reshape(slot.shape)
+        return value if slot.share_over is None else share(value, axis=slot.share_over)
+
+
+class StageModule(Holder):
+    """A stage: what several of its blocks read, and one holder for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict()
+
+    def block(self, name: str) -> Holder:
+        """The holder of the block called `name`, made at the first call."""
+        key = name.replace(".", "/")
+        if key not in self.blocks:
+            self.blocks[key] = Holder()
+        found = self.blocks[key]
+        assert isinstance(found, Holder)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A block ready to run. `dead` are the values that nothing after it reads."""
+
+    code: BlockCode
+    compiled: Compiled
+    holder: Holder
+    dead: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledBody:
+    """The blocks of a stage for one number of rows; `keep` are the values that the executor wants to have."""
+
+    module: StageModule
+    steps: tuple[Step, ...]
+    keep: tuple[str, ...]
+
+    def __call__(self, inputs: Values) -> dict[str, torch.Tensor]:
+        return self.module(self._run, inputs, {})
+
+    def _run(self, inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
+        env = dict(inputs)
+        for step in self.steps:
+            read = {name: env[name] for name in step.code.inputs}
+            shared = {name: stored[name] for name in step.code.stored if name in stored}
+            env.update(step.holder(_block_function(step), read, shared))
+            for name in step.dead:
+                env.pop(name, None)
+        return {name: env[name] for name in self.keep}
+
+
+def _block_function(step: Step) -> Function:
+    code = step.code
+
+    def run(inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
+        args = [inputs[name] for name in code.inputs] + [stored[name] for name in code.stored]
+        if code.recompute == "none" or not torch.is_grad_enabled():
+            outputs = step.compiled(*args)
+        else:
+            outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False)
+        return dict(zip(code.outputs, outputs, strict=True))
+
+    return run

@@ -1,0 +1,119 @@
+"""Deferred sums of gradients: what the backward passes leave as partial sums is completed once a step.
+
+    axes of the mesh   all-reduce in flat buckets, one after the other for each axis a gradient is partial over
+    tied stages        the copies of a parameter on several stages: summed by the first stage in stage order and sent back,
+                       so that the copies stay equal bit for bit
+
+Under ZeRO the data axis is FSDP2's and only local shards are summed here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from runtime.collective import wait
+from runtime.mesh import Axis, Mesh
+from runtime.storage import Resident
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def deferred_axes(resident: Resident) -> tuple[str, ...]:
+    """The axes over which this gradient is summed once a step, in order."""
+    return tuple(name for name in resident.stored.partial if not (resident.is_sharded and name == "dp"))
+
+
+def reduce_over_axes(residents: tuple[Resident, ...], mesh: Mesh) -> None:
+    """Complete the gradients over mesh axes, in place."""
+    for axis, grads in axis_buckets(residents, mesh):
+        all_reduce_bucket(grads, axis)
+
+
+def axis_buckets(residents: tuple[Resident, ...], mesh: Mesh) -> Iterator[tuple[Axis, list[torch.Tensor]]]:
+    """The gradients that are summed together, in the order in which the sums are made."""
+    keys = sorted({(place, name) for r in residents for place, name in enumerate(deferred_axes(r))})
+    for place, name in keys:
+        axis = mesh.axis(name)
+        if axis.size == 1:
+            continue
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for r in residents:
+            grad = r.tensor.grad
+            if grad is not None and deferred_axes(r)[place : place + 1] == (name,):
+                by_dtype.setdefault(grad.dtype, []).append(r.local(grad))
+        for grads in by_dtype.values():
+            for bucket in buckets(grads):
+                yield axis, bucket
+
+
+def buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors of at most BUCKET_BYTES together, or a single larger one."""
+    current: list[torch.Tensor] = []
+    for tensor in tensors:
+        if current and sum(t.nbytes for t in current) + tensor.nbytes > BUCKET_BYTES:
+            yield current
+            current = []
+        current.append(tensor)
+    if current:
+        yield current
+
+
+def all_reduce_bucket(tensors: list[torch.Tensor], axis: Axis) -> None:
+    """Sum each tensor over the axis in place, by one collective."""
+    if axis.size == 1:
+        return
+    flat = torch.cat([t.flatten() for t in tensors])
+    wait(axis, "all_reduce", flat.nbytes, lambda: dist.all_reduce(flat, group=axis.group))
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def sum_tied(residents: tuple[Resident, ...], stage_ranks: tuple[int, ...], mesh: Mesh) -> None:
+    """Sum the gradients of each tied parameter over the stages that keep it; afterwards all hold the sum.
+
+    A stage without a gradient counts as zero. Parameters are taken in order of their names, the same on every rank.
+    """
+    tied = {r.stored.fqn: r.stored for r in residents if len(r.stored.stages) > 1 and r.stored.requires_grad and r.stored.kind == "parameter"}
+    me = mesh.axis("pp").index
+    for fqn in sorted(tied):
+        own = sorted((r for r in residents if r.stored.fqn == fqn), key=lambda r: r.stage)
+        grads = [r.local(r.tensor.grad) if r.tensor.grad is not None else torch.zeros_like(r.local()) for r in own]
+        ranks = list(dict.fromkeys(stage_ranks[s] for s in sorted(tied[fqn].stages)))
+        total = grads[0].clone()
+        for grad in grads[1:]:
+            total += grad
+        if len(ranks) > 1:
+            total = _star_sum(total, ranks, me, mesh)
+        for resident in own:
+            resident.tensor.grad = resident.like(total.clone())
+
+
+def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch.Tensor:
+    """The sum over some "pp" coordinates, added by the first of them in order and sent back."""
+    axis = mesh.axis("pp")
+    up, down = mesh.channels["backward up"], mesh.channels["backward down"]
+    first, others = ranks[0], ranks[1:]
+
+    def send(tensor: torch.Tensor, to: int) -> None:
+        start_s = time.perf_counter()
+        dist.send(tensor, axis.ranks[to], group=up if to > me else down)
+        axis.recorder.add("send", "tied", tensor.nbytes, start_s)
+
+    def receive(source: int) -> torch.Tensor:
+        buffer = torch.empty_like(own, memory_format=torch.contiguous_format)
+        dist.recv(buffer, axis.ranks[source], group=up if me > source else down)
+        return buffer
+
+    if me != first:
+        send(own.contiguous(), first)
+        return receive(first)
+    total = own.contiguous()
+    for other in others:
+        total = total + receive(other)
+    for other in others:
+        send(total, other)
+    return total

@@ -1,0 +1,165 @@
+"""One pass over the schedule: what a rank does action by action, and what it holds between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from runtime.batch import first_row, read
+from runtime.compile import Compiled
+from runtime.mesh import Mesh
+from runtime.module import CompiledBody
+from runtime.program import MicroBatch, Program, StageCode, Transfer
+from runtime.random import RandomState, use_state
+from runtime.schedule import Action, Schedule
+from runtime.storage import Storage
+from runtime.transfer import Message, Post, known_transfers
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A program made ready for this rank. `bodies` by (stage, rows)."""
+
+    program: Program
+    stages: dict[int, StageCode]
+    storages: dict[int, Storage]
+    bodies: dict[tuple[int, int], CompiledBody]
+    preamble: Compiled | None
+    actions: Schedule
+
+    def micro_batches(self, mesh: Mesh) -> tuple[MicroBatch, ...]:
+        return self.program.micro_batches[mesh.axis("dp").index]
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a forward leaves for its backward: values that left the stage, and those that came."""
+
+    outputs: dict[str, torch.Tensor]
+    received: dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Run:
+    """The state of one step. `loss` is this rank's sum over its micro-batches; None on stages without the loss."""
+
+    code: Code
+    mesh: Mesh
+    batch: Any
+    state: Callable[[int, int], RandomState]  # (micro-batch, first global row)
+    is_training: bool = True
+    loss: torch.Tensor | None = None
+    updates: dict[str, torch.Tensor] = field(default_factory=dict)
+    predictions: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _shared: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.code.program
+        self._rows = self.code.micro_batches(self.mesh)
+        self._transfers = tuple(known_transfers(program.stages, mb.stop - mb.start) for mb in self._rows)
+        feeds = tuple(feed for stage in program.stages for feed in stage.feeds) + program.preamble_feeds
+        self._offset = first_row(self.batch, feeds, self._rows, program.global_rows)
+        self._post = Post(self.mesh, program.stage_ranks, self._transfers, self.code.actions)
+        self._last_backward = {a.stage: a for a in self.code.actions[self.mesh.axis("pp").index] if a.kind in ("B", "BI")}
+
+    def run(self) -> None:
+        """All actions of this rank."""
+        own = self.code.actions[self.mesh.axis("pp").index]
+        self._run_preamble()
+        for action, following in zip(own, (*own[1:], None), strict=True):
+            if following is not None:
+                for message in self._awaited(following):
+                    self._post.post(message)
+            if action.kind == "F":
+                self._forward(action)
+            else:
+                self._backward(action)
+        self._post.finish()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _run_preamble(self) -> None:
+        program = self.code.program
+        if self.code.preamble is None or program.preamble is None:
+            return
+        start, stop = self._rows[0].start - self._offset, self._rows[-1].stop - self._offset
+        feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in program.preamble_feeds}
+        stored = {r.stored.name: r.local() for storage in self.code.storages.values() for r in storage.residents if r.stored.name in program.preamble.stored}
+        with self.mesh.recorder.action("preamble", "forward"), torch.no_grad():
+            args = [feeds[name] for name in program.preamble.inputs] + [stored[name] for name in program.preamble.stored]
+            self._shared.update(zip(program.preamble.outputs, self.code.preamble(*args), strict=True))
+
+    def _forward(self, action: Action) -> None:
+        stage, rows = self.code.stages[action.stage], self._rows[action.micro_batch]
+        with self.mesh.recorder.action("F", "forward", action.stage, action.micro_batch):
+            start, stop = rows.start - self._offset, rows.stop - self._offset
+            received = {}
+            for transfer in self._receives(action):
+                value = self._post.receive(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, False))
+                received[transfer.value] = value.requires_grad_(transfer.grad and self.is_training)
+            feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in stage.feeds}
+            with use_state(self.state(action.micro_batch, rows.start)):
+                outputs = self.code.bodies[action.stage, rows.stop - rows.start]({**self._shared, **feeds, **received})
+            for transfer in self._sends(action):
+                self._post.send(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, False), outputs[transfer.value])
+            self._collect(stage, outputs)
+            if self.is_training:
+                leaving = dict.fromkeys([t.value for t in self._sends(action)] + ([stage.loss] if stage.loss else []))
+                self._held[action.stage, action.micro_batch] = _Held({name: outputs[name] for name in leaving}, received)
+
+    def _collect(self, stage: StageCode, outputs: dict[str, torch.Tensor]) -> None:
+        if stage.loss is not None:
+            loss = outputs[stage.loss].detach()
+            self.loss = loss if self.loss is None else self.loss + loss
+        for _, value in stage.updates:
+            self.updates[value] = outputs[value].detach()
+        if not self.is_training:
+            for name in stage.predictions:
+                self.predictions.setdefault(name, []).append(outputs[name].detach())
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _backward(self, action: Action) -> None:
+        stage = self.code.stages[action.stage]
+        with self.mesh.recorder.action(action.kind, "backward", action.stage, action.micro_batch):
+            held = self._held.pop((action.stage, action.micro_batch))
+            grads: dict[str, torch.Tensor] = {}
+            for transfer in self._sends(action):
+                if transfer.grad:
+                    grad = self._post.receive(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, True))
+                    grads[transfer.value] = grads[transfer.value] + grad if transfer.value in grads else grad
+            if stage.loss is not None:
+                one = torch.ones_like(held.outputs[stage.loss])
+                grads[stage.loss] = grads[stage.loss] + one if stage.loss in grads else one
+            roots = [name for name in grads if held.outputs[name].requires_grad]
+            self.code.storages[action.stage].before_backward(
+                is_first=action.micro_batch == self._first_backward(action), is_last=action == self._last_backward[action.stage]
+            )
+            if roots:
+                torch.autograd.backward([held.outputs[name] for name in roots], [grads[name] for name in roots])
+            for transfer in self._receives(action):
+                if transfer.grad:
+                    leaf = held.received[transfer.value]
+                    grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                    self._post.send(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, True), grad)
+
+    def _first_backward(self, action: Action) -> int:
+        own = self.code.actions[self.mesh.axis("pp").index]
+        return next(a.micro_batch for a in own if a.stage == action.stage and a.kind == action.kind)
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def _receives(self, action: Action) -> list[Transfer]:
+        return [t for t in self._transfers[action.micro_batch] if t.dst == action.stage]
+
+    def _sends(self, action: Action) -> list[Transfer]:
+        return [t for t in self._transfers[action.micro_batch] if t.src == action.stage]
+
+    def _awaited(self, action: Action) -> list[Message]:
+        if action.kind == "F":
+            return [Message(t.value, t.src, t.dst, action.micro_batch, False) for t in self._receives(action)]
+        return [Message(t.value, t.src, t.dst, action.micro_batch, True) for t in self._sends(action) if t.grad]

@@ -1,0 +1,187 @@
+"""Tensors at rest: what this rank keeps of a stage's parameters, buffers and constants.
+
+A dense tensor is cut in two steps: by `Stored.chunks` on the mesh axes that divide the computation, then, under ZeRO, along
+its first dimension over the data ranks by FSDP2 (uneven parts allowed). Parameters are plain tensors without ZeRO and
+DTensors on the data axis with it, so all parameters of a program are of one kind and the elementwise optimizers of torch work
+on them. Nothing else knows how a dense tensor is cut: `Resident.gather` is the exact inverse.
+
+Source: Zhao et al. 2023 (PyTorch FSDP), Rajbhandari et al. 2020 (ZeRO).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from runtime.call import dtype_name
+from runtime.collective import Part, raw_all_gather
+from runtime.mesh import Mesh
+from runtime.module import Holder, StageModule
+from runtime.program import Chunk, StageCode, Stored
+
+Dense = Callable[[str], torch.Tensor]
+
+
+def cut(dense: torch.Tensor, chunks: tuple[Chunk, ...], mesh: Mesh) -> torch.Tensor:
+    """This rank's part of a dense tensor, contiguous and with memory of its own."""
+    local = dense
+    for chunk in chunks:
+        axis = mesh.axis(chunk.axis)
+        part = Part(chunk.dim, chunk.outer, chunk.size, chunk.inner)
+        part.check(local, chunk.outer * chunk.size * chunk.inner, axis.size)
+        local = part.parts(local, axis.size)[axis.index]
+    return local.detach().clone(memory_format=torch.contiguous_format)
+
+
+def join(local: torch.Tensor, chunks: tuple[Chunk, ...], mesh: Mesh) -> torch.Tensor:
+    """The dense tensor, on every rank of the axes that `chunks` name."""
+    for chunk in reversed(chunks):
+        local = raw_all_gather(local, Part(chunk.dim, chunk.outer, chunk.size, chunk.inner), mesh.axis(chunk.axis))
+    return local
+
+
+def local_shape(stored: Stored, mesh: Mesh) -> tuple[int, ...]:
+    """The shape that `cut` leaves."""
+    shape = list(stored.spec.shape)
+    for chunk in stored.chunks:
+        shape[chunk.dim] //= mesh.axis(chunk.axis).size
+    return tuple(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Resident:
+    """One tensor at rest. `tensor` is the parameter that optimizers see, or the local tensor of a buffer or constant."""
+
+    stored: Stored
+    stage: int
+    tensor: torch.Tensor
+    mesh: Mesh
+    is_sharded: bool  # over the data ranks, by FSDP2
+
+    def local(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """The plain tensor that this rank holds of `tensor` (the parameter, its gradient, or optimizer state alike)."""
+        tensor = self.tensor if tensor is None else tensor
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def gather(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """The dense tensor under the model's own shape, on every rank of this stage. All of them have to call it."""
+        local = self.local(tensor).detach()
+        shape = local_shape(self.stored, self.mesh)
+        if self.is_sharded:
+            local = _gather_rows(local, (shape or (1,))[0], self.mesh)
+        return join(local.reshape(shape), self.stored.chunks, self.mesh)
+
+    def cut(self, dense: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a dense tensor, in the shape of `local()`."""
+        if tuple(dense.shape) != self.stored.spec.shape:
+            raise ValueError(f"{self.stored.fqn} has shape {self.stored.spec.shape}, got {tuple(dense.shape)}")
+        local = cut(dense, self.stored.chunks, self.mesh)
+        if self.is_sharded:
+            start, stop = _rows(max(local.shape[0] if local.dim() else 1, 1), self.mesh.shard_axis.size, self.mesh.shard_axis.index)
+            local = local.reshape(local.shape or (1,))[start:stop]
+        return local.reshape(self.local().shape)
+
+    def like(self, local: torch.Tensor) -> torch.Tensor:
+        """A plain local tensor in the kind of the parameter (a DTensor where that is one)."""
+        if not isinstance(self.tensor, DTensor):
+            return local
+        return DTensor.from_local(local, self.tensor.device_mesh, self.tensor.placements, run_check=False, shape=self.tensor.shape, stride=self.tensor.stride())
+
+    def write(self, dense: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.local().copy_(self.cut(dense))
+
+
+def _rows(num_rows: int, num_parts: int, index: int) -> tuple[int, int]:
+    """Rows [start, stop) of one part as torch.chunk and FSDP2 divide: all parts of equal length but the last ones."""
+    each = math.ceil(num_rows / num_parts)
+    return min(index * each, num_rows), min((index + 1) * each, num_rows)
+
+
+def _gather_rows(local: torch.Tensor, num_rows: int, mesh: Mesh) -> torch.Tensor:
+    axis = mesh.shard_axis
+    each = math.ceil(num_rows / axis.size)
+    padded = local.new_zeros((each, *local.shape[1:]))
+    padded[: local.shape[0]] = local
+    return raw_all_gather(padded, Part(0, 1, each * axis.size, 1), axis)[:num_rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """A stage at rest: the module that computes with its tensors, and the tensors."""
+
+    module: StageModule
+    residents: tuple[Resident, ...]
+    zero: int
+
+    def before_backward(self, *, is_first: bool, is_last: bool) -> None:
+        """Tell FSDP2 which of a step's backward passes comes: gradients are reduced every time, under ZeRO-1 only in the last;
+        gathered parameters are dropped every time under ZeRO-3, else after the last."""
+        if not self.zero or not (is_first or is_last):
+            return
+        for module in self.fsdp_modules:
+            module.set_requires_gradient_sync(is_last or self.zero > 1, recurse=False)
+            module.set_reshard_after_backward(is_last or self.zero > 2, recurse=False)
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        root.set_is_last_backward(is_last)
+
+    @property
+    def fsdp_modules(self) -> tuple[FSDPModule, ...]:
+        return tuple(m for m in self.module.modules() if isinstance(m, FSDPModule))
+
+    def reshard(self) -> None:
+        """Drop the gathered parameters, so that later changes of the shards are seen."""
+        for module in self.fsdp_modules:
+            module.reshard()
+
+
+def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_split_backward: bool = False) -> Storage:
+    """A stage's tensors, cut from the dense ones and placed.
+
+    `dense(fqn)` gives the dense tensor; it is called once for each tensor and only this rank's part is kept. Groups of FSDP2
+    are a block each, and the stage for parameters that several blocks use; with `is_split_backward` everything is one group
+    (nested groups give wrong gradients where a backward pass is split in two).
+
+    Raises ValueError where a dense tensor is not of the shape and dtype that the program says.
+    """
+    zero = zero if mesh.shards is not None else 0
+    module = StageModule()
+    users: dict[str, list[str]] = {}
+    for block in stage.bodies[0].blocks:
+        module.block(block.name)
+        for name in block.stored:
+            users.setdefault(name, []).append(block.name)
+
+    def holder(name: str) -> Holder:
+        own = users.get(name, [])
+        return module.block(own[0]) if len(own) == 1 and not is_split_backward else module
+
+    for stored in stage.stored:
+        local = cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh).to(mesh.device)
+        share_over = mesh.axis("dp") if zero and "dp" not in stored.partial else None
+        holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
+    if zero:
+        _shard(module, mesh, zero)
+    return Storage(module, tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in stage.stored), zero)
+
+
+def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:
+    if tuple(value.shape) != stored.spec.shape or dtype_name(value.dtype) != stored.spec.dtype:
+        raise ValueError(f"{stored.fqn} should be {stored.spec.shape} {stored.spec.dtype}, found {tuple(value.shape)} {dtype_name(value.dtype)}")
+    return value
+
+
+def _shard(module: StageModule, mesh: Mesh, zero: int) -> None:
+    blocks = [layer for child in module.blocks.values() if isinstance(child, Holder) for layer in child.layers() if layer.has_parameters]
+    root = [layer for layer in module.layers() if layer.has_parameters or layer is module]
+    for layer in (*blocks, *root):
+        fully_shard(layer, mesh=mesh.shards, reshard_after_forward=zero == 3)  # type: ignore[arg-type]
+        assert isinstance(layer, FSDPModule)
+        layer.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        layer.set_gradient_divide_factor(1.0)  # losses are normalised already: gradients are sums

@@ -1,0 +1,187 @@
+"""Values between stages: sent in the order of the sender's actions, received in that same order.
+
+Between two ranks, each kind of traffic in each direction is a channel of its own (a process group), and messages on a
+channel have no tags: the schedule is known everywhere, so a receiver posts its receives in the order in which the sender sends.
+That order is all that NCCL offers and it works for gloo alike. Sends never block: with the schedule's own check
+(runtime/schedule.py) a step cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.call import dtype_of
+from runtime.errors import CommunicationError
+from runtime.instr import TensorSpec
+from runtime.mesh import Mesh
+from runtime.program import StageCode, Transfer
+from runtime.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One value of one micro-batch on its way. `is_grad`: its gradient, back from dst to src."""
+
+    value: str
+    src: int  # stages of the value, also for its gradient
+    dst: int
+    micro_batch: int
+    is_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """Everything of one kind that one "pp" coordinate sends to another."""
+
+    sender: int
+    receiver: int
+    is_grad: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'backward' if self.is_grad else 'forward'} {'up' if self.receiver > self.sender else 'down'}"
+
+
+def known_transfers(stages: tuple[StageCode, ...], rows: int) -> tuple[Transfer, ...]:
+    """Every transfer that starts or ends at one of these stages, in an order on which both ends agree."""
+    bodies = [body for stage in stages for body in stage.bodies if body.rows == rows]
+    found = {(t.src, t.dst, t.value): t for body in bodies for t in (*body.receives, *body.sends)}
+    return tuple(found[key] for key in sorted(found))
+
+
+def after(action: Action, transfers: tuple[Transfer, ...]) -> Iterator[tuple[Message, TensorSpec]]:
+    """What leaves a stage after an action, in a fixed order."""
+    for t in transfers:
+        if action.kind == "F" and t.src == action.stage:
+            yield Message(t.value, t.src, t.dst, action.micro_batch, False), t.spec
+        if action.kind in ("B", "BI") and t.dst == action.stage and t.grad:
+            yield Message(t.value, t.src, t.dst, action.micro_batch, True), t.spec
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """A send that may be under way. It is over once the peer has come to position `read_at` of its actions."""
+
+    message: Message
+    peer: int
+    read_at: int
+    work: Any
+    buffer: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Coming:
+    """A message that a peer will send after position `sent_at` of its actions."""
+
+    message: Message
+    spec: TensorSpec
+    sent_at: int
+
+
+@dataclass(eq=False)
+class Post:
+    """The transfers of one rank in one step.
+
+    `transfers` holds, for each micro-batch, what `known_transfers` says. Transfers between two stages of this rank are
+    handed over in memory.
+    """
+
+    mesh: Mesh
+    stage_ranks: tuple[int, ...]
+    transfers: tuple[tuple[Transfer, ...], ...]
+    actions: Schedule
+    _sends: list[_Sent] = field(default_factory=list)
+    _coming: dict[Channel, deque[_Coming]] = field(default_factory=dict)
+    _posted: dict[Message, tuple[_Coming, Any, torch.Tensor]] = field(default_factory=dict)
+    _local: dict[Message, torch.Tensor] = field(default_factory=dict)
+    _positions: dict[Action, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        me = self.mesh.axis("pp").index
+        for rank, own in enumerate(self.actions):
+            for position, action in enumerate(own):
+                self._positions[action] = position
+                for message, spec in after(action, self.transfers[action.micro_batch]):
+                    channel = self._channel(message)
+                    if rank != me and channel.receiver == me:
+                        self._coming.setdefault(channel, deque()).append(_Coming(message, spec, position))
+
+    def _channel(self, message: Message) -> Channel:
+        src, dst = self.stage_ranks[message.src], self.stage_ranks[message.dst]
+        return Channel(dst, src, True) if message.is_grad else Channel(src, dst, False)
+
+    def _read_at(self, message: Message) -> int:
+        if not message.is_grad:
+            return self._positions[Action("F", message.dst, message.micro_batch)]
+        whole = Action("B", message.src, message.micro_batch)
+        return self._positions[whole if whole in self._positions else Action("BI", message.src, message.micro_batch)]
+
+    def send(self, message: Message, value: torch.Tensor) -> None:
+        """Hand a value over; returns at once."""
+        channel = self._channel(message)
+        if channel.sender == channel.receiver:
+            self._local[message] = value.detach()
+            return
+        axis = self.mesh.axis("pp")
+        buffer = value.detach().contiguous()
+        start_s = time.perf_counter()
+        work = dist.isend(buffer, axis.ranks[channel.receiver], group=self.mesh.channels[channel.name])
+        axis.recorder.add("send", "pp", buffer.nbytes, start_s)
+        self._sends.append(_Sent(message, channel.receiver, self._read_at(message), work, buffer))
+
+    def post(self, message: Message) -> None:
+        """Start to receive a message, and all that come before it on its channel."""
+        channel = self._channel(message)
+        if channel.sender == channel.receiver:
+            return
+        axis = self.mesh.axis("pp")
+        while message not in self._posted:
+            coming = self._coming[channel].popleft()
+            buffer = torch.empty(coming.spec.shape, dtype=dtype_of(coming.spec.dtype), device=self.mesh.device)
+            work = dist.irecv(buffer, axis.ranks[channel.sender], group=self.mesh.channels[channel.name])
+            self._posted[coming.message] = (coming, work, buffer)
+
+    def receive(self, message: Message) -> torch.Tensor:
+        """The value of a message, once it is there. Raises CommunicationError naming what was waited for."""
+        if message in self._local:
+            return self._local.pop(message)
+        self.post(message)
+        coming, work, buffer = self._posted.pop(message)
+        self._wait(work, message, "receive")
+        self._release(self._channel(message).sender, coming.sent_at)
+        return buffer
+
+    def _release(self, peer: int, position: int) -> None:
+        """Let go of what the peer has read: it has come to `position`, since it sent a message from there."""
+        kept = []
+        for sent in self._sends:
+            if sent.peer == peer and sent.read_at <= position:
+                self._wait(sent.work, sent.message, "send")
+            else:
+                kept.append(sent)
+        self._sends = kept
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        for sent in self._sends:
+            self._wait(sent.work, sent.message, "send")
+        self._sends.clear()
+        assert not self._local and not self._posted and not any(self._coming.values()), "a value was sent that nobody read"
+
+    def _wait(self, work: Any, message: Message, kind: str) -> None:
+        start_s = time.perf_counter()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            what = "gradient of " if message.is_grad else ""
+            raise CommunicationError(
+                f"rank {self.mesh.rank}: {kind} of {what}{message.value!r}, stage {message.src} -> {message.dst}, micro-batch {message.micro_batch}, "
+                f"on axis 'pp' failed after {time.perf_counter() - start_s:.1f} s of at most {self.mesh.timeout_s:g} s: {error}"
+            ) from error

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime.executor import Executor
+from runtime.mesh import build_mesh
+from tests.dist.launch import run_ranks
+from tests.dist.programs import Model, Setup, build, make_batch
+
+
+def make_executor(setup: Setup) -> tuple[Executor, Model]:
+    model = Model(setup.num_layers, dtype=getattr(torch, setup.dtype), num_frozen=setup.num_frozen)
+    pp_index = dist.get_rank() // (setup.dp * setup.tp) if dist.is_initialized() else 0
+    program = build(setup, pp_index)
+    mesh = build_mesh(program.axes, zero_group=program.zero_group, timeout_s=20)
+    state = model.state_dict()
+    return Executor(program, mesh, lambda fqn: state[fqn]), model
+
+
+def relative_errors(executor: Executor, model: Model) -> dict[str, float]:
+    """Of every gradient that this rank's stages hold, against the plain model's."""
+    true = dict(model.named_parameters())
+    scale = max(float(p.grad.norm()) for p in true.values() if p.grad is not None)
+    errors = {}
+    for resident in executor.trainable:
+        fqn, grad = resident.stored.fqn, true[resident.stored.fqn].grad
+        if resident.tensor.grad is None:
+            errors[fqn] = 0.0 if grad is None else 1.0
+            continue
+        found = resident.gather(resident.tensor.grad)
+        errors[fqn] = float((found - (0 if grad is None else grad)).norm()) / max(1e-4 * scale, float(grad.norm()) if grad is not None else 0.0)
+    return errors
+
+
+def _step(setup: Setup) -> tuple[float, float, dict[str, float]]:
+    executor, model = make_executor(setup)
+    batch = make_batch(setup.num_rows)
+    expected = model(**batch)
+    expected.backward()
+    loss = executor.step(batch)
+    return loss.item(), expected.item(), relative_errors(executor, model)
+
+
+def _steps(setups: list[Setup]) -> list[tuple[float, float, dict[str, float]]]:
+    return [_step(setup) for setup in setups]
+
+
+SETUPS = [
+    Setup(dp=2, zero=1, num_micro_batches=3, num_rows=10),
+    Setup(dp=2, zero=2, num_micro_batches=3, num_rows=10),
+    Setup(dp=2, zero=3, recompute="full", num_frozen=2),
+    Setup(pp=2, schedule="gpipe"),
+    Setup(tp=2),
+    Setup(pp=2, dp=2),
+    Setup(pp=2, dp=2, zero=3),
+    Setup(pp=4, schedule="gpipe", num_micro_batches=5),
+    Setup(pp=2, tp=2, recompute="full"),
+    Setup(pp=2, dp=2, num_frozen=2, zero=3),
+    Setup(dp=4, zero=3, zero_group=2),
+    Setup(pp=2, dp=2, tp=2, zero=3, num_micro_batches=3, num_rows=14),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_loss_and_every_gradient_equal_the_plain_model(world_size: int):
+    setups = [setup for setup in SETUPS if setup.world_size == world_size]
+    for results in run_ranks(_steps, world_size, setups, timeout_s=200):
+        for setup, (loss, expected, errors) in zip(setups, results, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-10), setup
+            assert max(errors.values()) < 1e-10, (setup, errors)
+
+
+def test_one_process_needs_no_group():
+    assert not dist.is_initialized()
+    loss, expected, errors = _step(Setup(num_micro_batches=3))
+    assert loss == pytest.approx(expected, rel=1e-12)
+    assert max(errors.values()) < 1e-12
