@@ -19,6 +19,7 @@ from autoplan.graph import Loop, Op, Value
 from autoplan.layout import Split
 from autoplan.rules import DEFAULT, Registry, Signature, signature
 from autoplan.rules.registry import opaque
+from runtime.call import dtype_of
 from runtime.instr import uses
 
 Place = tuple[int, int]  # leaf and the product of the lengths to its right within the dimension or label
@@ -123,7 +124,9 @@ def annotate(
         sizes[number] = atoms.length[leaf]
 
     new_values = {name: replace(value, dims=flat[name]) for name, value in values.items()}
-    new_ops = tuple(_loops(item, flat, {label: tuple(ids[leaf] for leaf in atoms.leaves(a)) for label, a in item.atoms.items()}, sizes) for item in signed)
+    new_ops = tuple(
+        _loops(item, values, flat, {label: tuple(ids[leaf] for leaf in atoms.leaves(a)) for label, a in item.atoms.items()}, sizes) for item in signed
+    )
     batch = flat[batch_inputs[0]][0] if batch_inputs else ()
     return new_values, new_ops, tuple(sizes), batch[0] if len(batch) == 1 else None
 
@@ -165,7 +168,9 @@ def _places(leaves: Sequence[int], sizes: Sequence[int]) -> list[Place]:
     return found[::-1]
 
 
-def _loops(item: _Signed, flat: Mapping[str, tuple[tuple[int, ...], ...]], leaves: Mapping[str, tuple[int, ...]], sizes: Sequence[int]) -> Op:
+def _loops(
+    item: _Signed, values: Mapping[str, Value], flat: Mapping[str, tuple[tuple[int, ...], ...]], leaves: Mapping[str, tuple[int, ...]], sizes: Sequence[int]
+) -> Op:
     sign, op = item.signature, item.op
     seen = [_lie(op.operands[i], labels, flat, leaves, sizes) for i, labels in enumerate(sign.reads)]
     made = [_lie(op.outputs[j], labels, flat, leaves, sizes) for j, labels in enumerate(sign.writes)]
@@ -193,7 +198,9 @@ def _loops(item: _Signed, flat: Mapping[str, tuple[tuple[int, ...], ...]], leave
                     special.collectives if special else (),
                 )
             )
-    return replace(op, loops=tuple(loops), linear_in=sign.linear, proved=sign.proved)
+    # Sums of integers or truth values are completed where they are made: they count, and counts are read at once.
+    linear = tuple(group for group in sign.linear if all(dtype_of(values[op.operands[i]].spec.dtype).is_floating_point for i in group))
+    return replace(op, loops=tuple(loops), linear_in=linear, proved=sign.proved)
 
 
 def _lie(

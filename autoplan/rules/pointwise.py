@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autoplan.rules.signature import OPAQUE, Call, Signature, aligned, labels
 
-_JOINT = {"add", "sub", "__add__", "__sub__"}  # linear in both tensors together; with a number they are affine, hence not linear
-_EACH = {"mul", "scale_by_count"}  # linear in each factor
-_FIRST = {"div", "true_divide", "scale_by_count"}
-_SELF = {"neg", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "real", "positive", "view_as_real"}
+_JOINT = {"add", "sub", "subtract"}  # linear in both tensors together; with a number they are affine, hence not linear
+_EACH = {"mul", "multiply"}  # linear in each factor
+_FIRST = {"div", "divide", "true_divide", "scale_by_count"}
+_SELF = {"neg", "negative", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "positive"}
 
 
 def elementwise(call: Call) -> Signature:
@@ -50,18 +50,26 @@ def _linear(call: Call) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     if name in _JOINT and count == 2:
         return ((0, 1),)
-    if name in _EACH and call.target.split(".")[0] == "aten":
+    if name in _EACH:
         return tuple((i,) for i in range(count))
     if name in _FIRST and call.get("rounding_mode") is None and (call.at.get("self") or call.at.get("x")) == (0,):
         return ((0,),)
     return ()
 
 
+# Compositions of elementwise operators that torch does not tag as such.
+_UNTAGGED = (
+    *("__and__", "__or__", "__xor__", "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "floor_divide", "true_divide"),
+    *("multiply", "subtract", "divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "square", "absolute", "negative", "clip"),
+    *("isfinite", "isnan", "isinf", "isreal", "float_power", "relu6", "selu", "celu", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "log_sigmoid"),
+    *("softplus", "mish", "threshold", "max.other", "min.other", "rsub", "fix", "broadcast_tensors", "logical_and", "logical_or", "logical_not", "logical_xor"),
+    *("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "masked_fill", "softshrink", "hardshrink", "tanhshrink", "softsign", "nan_to_num"),
+)
 _COPIES = ("to", "_to_copy", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "clone")
 
 RULES = {
-    **{f"aten.{name}": elementwise for name in _COPIES},
-    **{f"aten.{name}": like for name in ("zeros_like", "ones_like", "full_like", "empty_like")},
+    **{f"aten.{name}": elementwise for name in (*_COPIES, *_UNTAGGED)},
+    **{f"aten.{name}": like for name in ("zeros_like", "ones_like", "full_like")},
     "aten.dropout": inert_dropout,
     "aten.prelu": per_channel_slope,
     "aten.type_as": cast,

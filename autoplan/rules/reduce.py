@@ -24,13 +24,13 @@ def _shrunk(call: Call) -> tuple[Dims, Dims, frozenset[str]]:
 def total(call: Call) -> Signature:
     """sum: a divided dimension leaves a partial sum."""
     read, write, gone = _shrunk(call)
-    return Signature((read,), (write,), sums=gone, linear=((0,),))
+    return Signature((read,), (write,), sums=gone, linear=_unless_cast(call))
 
 
 def average(call: Call) -> Signature:
     """mean: what it averages stays whole, since a rank's share of the elements need not be one over the ranks."""
     read, write, gone = _shrunk(call)
-    return Signature((read,), (write,), whole=gone, linear=((0,),))
+    return Signature((read,), (write,), whole=gone, linear=_unless_cast(call))
 
 
 def coupled(call: Call) -> Signature:
@@ -48,7 +48,12 @@ def along(call: Call) -> Signature:
 
 
 def _linear(call: Call) -> tuple[tuple[int, ...], ...]:
-    return ((0,),) if call.target.split(".")[1] in ("cumsum", "flip", "roll") else ()
+    return _unless_cast(call) if call.target.split(".")[1] in ("cumsum", "flip", "roll") else ()
+
+
+def _unless_cast(call: Call) -> tuple[tuple[int, ...], ...]:
+    """Linear in its operand, unless it rounds that to another type first."""
+    return ((0,),) if call.get("dtype") is None else ()
 
 
 def roll(call: Call) -> Signature | None:
@@ -61,13 +66,6 @@ def selected(call: Call) -> Signature:
     dim = int(call.get("dim", -1)) % max(rank, 1)
     dims = tuple(OPAQUE if k == dim else d for k, d in enumerate(labels(rank)))
     return Signature((dims,), (dims,) * len(call.outputs))
-
-
-def compared(call: Call) -> Signature | None:
-    """max and min: elementwise of two tensors (`other`), else a reduction."""
-    if call.has("other"):
-        return None
-    return coupled(call)
 
 
 def triangle(call: Call) -> Signature:

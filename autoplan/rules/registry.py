@@ -87,8 +87,9 @@ def _tagged_pointwise(target: str) -> bool:
     """Whether torch itself calls an operator elementwise. Those that draw random numbers are not: shards would draw others."""
     if target.startswith(("runtime.", "operator.")):
         return False
-    tags = getattr(resolve(target), "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    operator = resolve(target)
+    tags, schema = getattr(operator, "tags", ()), getattr(operator, "_schema", None)
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and schema is not None and not schema.is_mutable
 
 
 def call_of(instr: Instr, inputs: tuple[TensorSpec, ...]) -> Call | None:
