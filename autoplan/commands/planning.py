@@ -1,0 +1,87 @@
+"""`autoplan plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.api import find_plan, load_cluster
+from autoplan.commands.console import note, say, working, write_whole
+from autoplan.constraints import Constraints
+from autoplan.errors import UsageError
+from autoplan.explain import explain
+from autoplan.modelsource import DEFAULT_GLOBAL_BATCH, BatchSizes, Source, load
+from autoplan.plan import Plan
+from autoplan.planfile import to_json
+from costmodel.cluster import Cluster
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "tb": 10**12}
+
+
+def plan_command(
+    model: str,
+    cluster: str,
+    global_batch: int | None,
+    seq: int | None,
+    fixed: Mapping[str, Any],
+    optimizer: str,
+    precision: str | None,
+    top: int,
+    time_limit_s: float | None,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    found = load_cluster(cluster)
+    constraints = read_constraints(fixed)
+    source = load_model(model, found, global_batch, seq)
+    plan = plan_for(source, found, constraints, optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
+    plan = replace(plan, alternatives=plan.alternatives[: top - 1])
+    if output is not None:
+        write_whole(output, to_json(plan))
+    say(to_json(plan).rstrip() if as_json else explain(plan))
+    if output is not None:
+        note(f"plan: {output}\nreport: autoplan explain {output} --format html -o report.html")
+
+
+def load_model(model: str, cluster: Cluster, global_batch: int | None, seq: int | None) -> Source:
+    """The model with a global batch as asked, else of at least one row a device."""
+    with working(f"building {model}"):
+        if ":" in model and not model.startswith("hf:"):
+            return load(model, BatchSizes(global_batch, seq))
+        return load(model, BatchSizes(global_batch or max(DEFAULT_GLOBAL_BATCH, cluster.num_devices), seq))
+
+
+def plan_for(
+    source: Source, cluster: Cluster, constraints: Constraints, *, optimizer: str = "adamw", precision: str | None = None, time_limit_s: float | None = None
+) -> Plan:
+    """The best plan, under the name that the user gave the model. Precision: bf16 on GPUs where none is asked."""
+    if precision is None and cluster.device(0).kind == "cuda":
+        precision = "bf16"
+    with working(f"planning {source.name} on {cluster.name}"):
+        plan = find_plan(source.model, source.batch, cluster, constraints, optimizer, precision, time_limit_s)
+    return replace(plan, model=source.name)
+
+
+def read_constraints(fixed: Mapping[str, Any]) -> Constraints:
+    """Constraints from options; None: searched. Raises UsageError."""
+    values = dict(fixed)
+    if values.get("stage_layers") is not None:
+        words = values["stage_layers"].split(",")
+        if not all(word.strip().isdigit() for word in words):
+            raise UsageError(f"--stage-layers {values['stage_layers']}: expected numbers like 8,8,8,8")
+        values["stage_layers"] = tuple(int(word) for word in words)
+    if values.get("max_memory_bytes") is not None:
+        values["max_memory_bytes"] = read_bytes(values["max_memory_bytes"], "--max-memory")
+    return Constraints(**values)
+
+
+def read_bytes(text: str, flag: str) -> int:
+    """ "40GiB" -> 42949672960. Raises UsageError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].lower() not in _UNITS:
+        raise UsageError(f"{flag} {text}: expected a size like 40GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

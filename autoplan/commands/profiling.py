@@ -1,0 +1,66 @@
+"""`autoplan profile`: measures a model's operators and this machine's links, into the cache that measured plans read."""
+
+from __future__ import annotations
+
+from autoplan.api import find_plan
+from autoplan.commands.console import note, say, working
+from autoplan.commands.listing import table
+from autoplan.errors import UsageError
+from autoplan.launch import run_ranks
+from autoplan.modelsource import BatchSizes, load
+from autoplan.units import num_bytes, seconds
+from costmodel.analytic import AnalyticPrices
+from costmodel.cluster import Cluster
+from costmodel.measured import MeasuredPrices
+from costmodel.profile import LinkFit, Profile
+
+_LINK_BUDGET_S = 6.0
+
+
+def profile_command(model: str, ranks: int, global_batch: int | None, seq: int | None, budget_s: float) -> None:
+    if ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, found {ranks}")
+    with working(f"building {model}"):
+        source = load(model, BatchSizes(global_batch, seq))
+    profile = Profile()
+    before = profile.num_ops
+    with working(f"measuring the links of {ranks} ranks"):
+        cluster, fits = measured_machine(ranks)
+    prices = measured_prices(cluster, budget_s)
+    with working("measuring operators"):
+        find_plan(source.model, source.batch, cluster, prices=prices)
+    rows = [("collective", "ranks", "latency", "bandwidth", "error of the fit")]
+    rows += [(f.kind, str(f.size), seconds(f.base_s), f"{num_bytes(f.bytes_per_s)}/s", f"{f.error:.0%}") for f in fits]
+    say(
+        f"{Profile().num_ops - before} operators measured on {profile.env.device}, {Profile().num_ops} in all\n"
+        + (table(rows) if fits else "one rank: no links")
+    )
+    note(f"kept in {profile.path}")
+
+
+def measured_machine(ranks: int) -> tuple[Cluster, tuple[LinkFit, ...]]:
+    """This machine as a cluster of `ranks`, with the contention of its cores and the links among them measured."""
+    from costmodel.detect import detect
+
+    if ranks == 1:
+        return detect(1), ()
+    contention, fits = run_ranks(_measure_links, ranks, timeout_s=120.0)[0]
+    return detect(ranks, effective_cores=ranks / contention), fits
+
+
+def measured_prices(cluster: Cluster, budget_s: float) -> MeasuredPrices:
+    """Prices from the profile; operators that are not in it are measured within `budget_s`."""
+    import torch
+
+    torch.set_num_threads(1)  # as a rank computes
+    return MeasuredPrices(cluster, Profile(), AnalyticPrices(cluster), budget_s=budget_s)
+
+
+def _measure_links() -> tuple[float, tuple[LinkFit, ...]]:
+    import torch
+    import torch.distributed as dist
+
+    from costmodel.links import measure_contention, measure_links
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return measure_contention(), measure_links(Profile(), _LINK_BUDGET_S)
