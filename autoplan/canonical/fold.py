@@ -227,7 +227,6 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
     """`trace` with known values as constant leaves."""
     rewriter = Rewriter(trace)
     made: dict[tuple[str, tuple[int, ...], str], str] = {}
-    expanded: dict[tuple[str, tuple[int, ...]], str] = {}
     compact: dict[str, str] = {}
     for name, leaf in trace.leaves.items():
         if leaf.kind == "constant":
@@ -249,10 +248,7 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
         spec = spec_of(known[name])
         if rewriter.specs[leaf].shape == spec.shape:
             return leaf
-        key = (leaf, spec.shape)
-        if key not in expanded:
-            expanded[key] = rewriter.emit(step, "aten.expand.default", (Ref(leaf), spec.shape), spec=spec)
-        return expanded[key]
+        return rewriter.emit(step, "aten.expand.default", (Ref(leaf), spec.shape), spec=spec)
 
     for step in trace.steps:
         if all(out.name in known for out in step.instr.outputs):

@@ -78,7 +78,10 @@ def import_program(
             if found.kind == InputKind.USER_INPUT and node.users:
                 raise CaptureError(f"input {path!r} is a {type(value).__name__}, not a tensor: give it as a plain Python value")
             continue
-        name = node.name if found.kind != InputKind.USER_INPUT else _unique("in_" + re.sub(r"\W", "_", path), taken)
+        if found.kind == InputKind.USER_INPUT:
+            name = _unique("in_" + re.sub(r"\W", "_", path), taken)
+        else:
+            name = _unique(re.sub(f"^([a-z]_){prefix[:-1]}_", r"\1", node.name), taken - {node.name})
         names[node] = name
         storages[name] = _storage(value)
         spec = spec_of(value)
