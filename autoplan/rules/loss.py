@@ -5,11 +5,16 @@ from __future__ import annotations
 from autoplan.rules.signature import Call, Inner, Signature, aligned, labels, sign
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # aten's codes of `reduction`
-_VOCABULARY = Inner("inner", "runtime.vocab_cross_entropy", (("all_reduce", ("in", 1), "forward"),) * 3)
+
+
+def _vocabulary(call: Call) -> Inner:
+    """Maximum, target's logit and sum of exponentials of each row; the sum of logits too where labels are smoothed."""
+    sums = 4 if call.get("label_smoothing") else 3
+    return Inner("inner", "runtime.vocab_cross_entropy", (("all_reduce", ("in", 1), "forward"),) * sums)
 
 
 def cross_entropy(call: Call) -> Signature | None:
-    """cross_entropy(logits[n, v, ...], labels[n, ...]). Divided classes: three sums per row (Megatron-LM, section 3)."""
+    """cross_entropy(logits[n, v, ...], labels[n, ...]). Divided classes: Megatron-LM, section 3."""
     logits, target = call.inputs[0].shape, call.inputs[1].shape
     reduction = call.get("reduction", _MEAN)
     if reduction == _MEAN or len(logits) < 2:
@@ -20,7 +25,7 @@ def cross_entropy(call: Call) -> Signature | None:
         return sign(call, text, sums=rows if reduction == _SUM else "", whole="v")
     text = f"n v s*, {rows}" + (", v" if len(call.inputs) > 2 else "") + " -> " + (rows if reduction == _NONE else "")
     plain = len(target) == len(logits) - 1 and len(call.inputs) == 2
-    return sign(call, text, sums="n s*" if reduction == _SUM else "", whole="" if plain else "v", inner={"v": _VOCABULARY} if plain else {})
+    return sign(call, text, sums="n s*" if reduction == _SUM else "", whole="" if plain else "v", inner={"v": _vocabulary(call)} if plain else {})
 
 
 def negative_log_likelihood(call: Call) -> Signature | None:

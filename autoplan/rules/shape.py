@@ -11,19 +11,22 @@ from autoplan.rules.signature import OPAQUE, Call, Dim, Dims, Signature, integer
 def regroup(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int]]:
     """Labels for a view from shape `source` to shape `target` in row-major order, with their lengths.
 
-    The boundaries of both shapes, as numbers of elements to their right, are taken together; where neighbours
-    divide each other they delimit a common factor. Dimensions without such a chain stay opaque.
+    The boundaries of both shapes, as numbers of elements to their right, are taken together. Between two that the
+    shapes share, neighbours that divide each other delimit a common factor; if one pair there does not, as in
+    (4, 6) -> (6, 4), the dimensions between stay opaque.
     """
     if 0 in source:
         return (OPAQUE,) * len(source), (OPAQUE,) * len(target), {}
     first, second = _strides(source), _strides(target)
-    marks = sorted(set(first) | set(second))
+    shared = sorted(set(first) & set(second), reverse=True)
     sizes = {}
     names: dict[int, tuple[str, int]] = {}  # stride -> label of the factor that begins there and its upper end
-    for high, low in pairwise(reversed(marks)):
-        if high % low == 0:
-            names[low] = (f"d{len(sizes)}", high)
-            sizes[f"d{len(sizes)}"] = high // low
+    for top, bottom in pairwise(shared):
+        chain = list(pairwise(sorted({n for n in (*first, *second) if bottom <= n <= top}, reverse=True)))
+        if all(high % low == 0 for high, low in chain):
+            for high, low in chain:
+                names[low] = (f"d{len(sizes)}", high)
+                sizes[f"d{len(sizes)}"] = high // low
     return _labelled(source, first, names), _labelled(target, second, names), sizes
 
 
