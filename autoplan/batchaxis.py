@@ -3,10 +3,11 @@
 The data axis divides the batch factor b. For each operator in order, with the layouts of its operands known:
 
     1. an operand is split on b and a loop of the operator lies over it   -> divide that loop
-    2. exactly a linear group of its operands is partial                   -> pass the partial sum on
-    3. its operands are parameters, or made from parameters alone          -> "vary": every rank computes the same,
+    2. it repeats a value for every row, or creates rows                   -> every rank makes its own rows
+    3. exactly a linear group of its operands is partial                   -> pass the partial sum on
+    4. its operands are parameters, or made from parameters alone          -> "vary": every rank computes the same,
                                                                                gradients stay partial sums
-    4. otherwise                                                           -> whole: operands are completed first
+    5. otherwise                                                           -> whole: operands are completed first
 
 Parameters lie VARY on this axis: their gradients are partial sums that the step's reduction completes.
 
@@ -72,11 +73,15 @@ def batch_axis(graph: Graph) -> BatchAxis:
         elif value.kind != "activation":
             layouts[value.name] = WHOLE
     chosen: list[Option] = []
+    batch_only = _batch_only(graph)
     for op in graph.ops:
-        option = _choose(graph, op, layouts)
+        # a sum over rows that depends on the batch alone is complete before the step begins
+        early = op.outputs and op.outputs[0] not in batch_only
+        have = [WHOLE if early and name in batch_only and layouts[name] == PARTIAL else layouts[name] for name in op.operands]
+        option = _choose(graph, op, have)
         chosen.append(option)
         layouts.update(zip(op.outputs, option.writes, strict=True))
-    preamble, outputs = _preamble(graph, chosen, layouts)
+    preamble, outputs = _preamble(graph, chosen, layouts, batch_only)
     shared = frozenset(outputs)
     body = step_ops(graph, training_results(graph), shared)
     blocker = _blocker(graph, chosen, layouts, body)
@@ -90,17 +95,26 @@ def micro_batch_blocker(graph: Graph, degree: int = 2) -> str | None:
     return batch_axis(graph).blocker
 
 
-def _choose(graph: Graph, op: Op, layouts: Mapping[str, Layout]) -> Option:
-    have = [layouts[name] for name in op.operands]
+def _batch_only(graph: Graph) -> frozenset[str]:
+    """Values that depend on the batch and constants alone."""
+    found = {v.name for v in graph.values.values() if v.kind in ("input", "constant")}
+    for op in graph.ops:
+        if not op.random and op.operands and all(name in found for name in op.operands):
+            found.update(op.outputs)
+    return frozenset(found)
+
+
+def _choose(graph: Graph, op: Op, have: list[Layout]) -> Option:
     grads = [graph.values[name].requires_grad for name in op.operands]
     unused = [VARY if grad else WHOLE for grad in grads]
     num_outputs = len(op.outputs)
+    loop = _best_loop(graph, op, have)
+    if loop is not None:
+        reads = tuple(where if where is not None else unused[i] for i, where in enumerate(loop.reads))
+        rest = PARTIAL if loop.kind == "sum" else WHOLE
+        return Option(loop.label, reads, tuple(where if where is not None else rest for where in loop.writes))
     if any(isinstance(layout, Split) for layout in have):
-        loop = _best_loop(graph, op, have)
-        if loop is not None:
-            reads = tuple(where if where is not None else unused[i] for i, where in enumerate(loop.reads))
-            rest = PARTIAL if loop.kind == "sum" else WHOLE
-            return Option(loop.label, reads, tuple(where if where is not None else rest for where in loop.writes))
+        pass
     elif PARTIAL in have:
         partial = {i for i, layout in enumerate(have) if layout == PARTIAL}
         for group in sorted(op.linear_in, key=len):
@@ -114,12 +128,14 @@ def _choose(graph: Graph, op: Op, layouts: Mapping[str, Layout]) -> Option:
 
 
 def _best_loop(graph: Graph, op: Op, have: list[Layout]) -> Loop | None:
-    """The loop over the batch factor that fits most operands as they lie; ties go to one that sends nothing inside."""
+    """The loop over the batch factor that fits most operands as they lie; ties go to one that sends nothing inside. A loop that
+    no operand carries (rows are repeated or created) fits too, unless partial sums would have to be completed for it."""
     best: tuple[int, bool] | None = None
     found = None
     for loop in op.loops:
         fit = sum(isinstance(layout, Split) and layout == where for layout, where in zip(have, loop.reads, strict=True))
-        if loop.factor != graph.batch_factor or fit == 0:
+        makes_rows = not any(loop.reads) and PARTIAL not in have
+        if loop.factor != graph.batch_factor or (fit == 0 and not makes_rows):
             continue
         rank = (fit, loop.kind != "inner")
         if best is None or rank > best:
@@ -127,17 +143,14 @@ def _best_loop(graph: Graph, op: Op, have: list[Layout]) -> Loop | None:
     return found
 
 
-def _preamble(graph: Graph, chosen: list[Option], layouts: dict[str, Layout]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _preamble(graph: Graph, chosen: list[Option], layouts: dict[str, Layout], batch_only: frozenset[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Ops and outputs of the preamble. Its outputs are WHOLE from here on (`layouts` is updated)."""
-    batch_only: set[str] = {v.name for v in graph.values.values() if v.kind in ("input", "constant")}
     completed: set[str] = set()  # values of the whole batch, made from the batch alone
     for op, option in zip(graph.ops, chosen, strict=True):
-        if op.random or not op.operands or any(name not in batch_only for name in op.operands):
-            continue
-        batch_only.update(op.outputs)
-        exchanged = any(needs_exchange(layouts[name], read) for name, read in zip(op.operands, option.reads, strict=True))
-        if exchanged or any(name in completed for name in op.operands):
-            completed.update(op.outputs)
+        if op.outputs and op.outputs[0] in batch_only:
+            exchanged = any(needs_exchange(layouts[name], read) for name, read in zip(op.operands, option.reads, strict=True))
+            if exchanged or any(name in completed for name in op.operands):
+                completed.update(op.outputs)
     outputs: dict[str, None] = {}
     for op, option in zip(graph.ops, chosen, strict=True):
         if all(name in batch_only for name in op.outputs):

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autoplan.blocks import partition
 from autoplan.canonical.attention import fold_attention
 from autoplan.canonical.broadcast import delay_expansion
+from autoplan.canonical.experts import name_experts, whole_experts
 from autoplan.canonical.fold import evaluate, is_random, materialise, simplify
 from autoplan.canonical.functional import functionalize
 from autoplan.canonical.imported import import_program
@@ -57,9 +58,10 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
     example = tuple(t.detach().clone() if device.type != "meta" else torch.empty_like(t, device="meta") for t in tensors)
     wrapper = _Wrapper(model, loss_fn, treedef, plain)
     with _mode(model, training):
-        program = _export(wrapper, example)
+        with whole_experts(model):
+            program = _export(wrapper, example)
         trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX)
-        trace = canonical(trace, _mean_over_rows(num_rows))
+        trace = canonical(name_experts(trace), _mean_over_rows(num_rows))
         graph = build(type(model).__name__, trace, wrapper.seen.loss, training, notes)
         if check and device.type != "meta" and graph.loss is not None and training:
             check_against_model(graph, model, wrapper, example)

@@ -36,6 +36,11 @@ def flops(target: str, operands: Sequence[TensorSpec], outputs: Sequence[TensorS
         return 2 * out * math.prod(operands[1].shape[1:])
     if name.startswith("conv_transpose"):
         return _transposed(operands)
+    if name == "experts":  # each row of each slot meets one expert; a rank that holds e of E meets e/E of them
+        (rows, hidden), slots, (held, double, _) = operands[0].shape, operands[1].shape[-1], operands[3].shape
+        num_experts = args[6]
+        assert isinstance(num_experts, int)
+        return 2 * rows * slots * hidden * (double + double // 2) * held // num_experts
     if "grouped_mm" in name:  # (rows, k) x (groups, k, n): each row meets one group
         return 2 * out * operands[0].shape[-1]
     return 0

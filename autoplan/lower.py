@@ -105,7 +105,7 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
         raise UsageError(f"the plan has {len(dealt[0])} micro-batches, but {context.batch.blocker}: use one micro-batch.")
     sizes = sorted({mb.stop - mb.start for share in dealt for mb in share}, reverse=True)
     local_rows = tuple(share[-1].stop - share[0].start for share in dealt)
-    preamble, feeds, given = _preamble(context, Rows(local_rows[data_rank], rows, 1 / plan.degree("dp"), len(set(local_rows)) == 1))
+    preamble, feeds, kept, given = _preamble(context, Rows(local_rows[data_rank], rows, 1 / plan.degree("dp"), len(set(local_rows)) == 1))
     context = replace(context, given=given)
     needs = _parameter_needs(context)
     context = replace(context, axes=_with_rest(context, needs))
@@ -120,6 +120,9 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
     for coordinate in range(plan.degree("pp")):
         own = tuple(stage for stage in stages if stage_ranks[stage.index] == coordinate)
         wanted = preamble is not None and any(name in block.inputs for s in own for body in s.bodies for block in body.blocks for name in preamble.outputs)
+        if wanted and kept:
+            names = {stored.name for stage in own for stored in stage.stored}
+            own = (replace(own[0], stored=own[0].stored + tuple(stored for stored in kept if stored.name not in names)), *own[1:])
         programs.append(
             Program(
                 axes=plan.axes,
@@ -153,10 +156,11 @@ def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:
     return _Context(graph, plan, batch, tuple(axes), ops, results, stage_of_op, {})
 
 
-def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Feed, ...], dict[str, str]]:
+def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Feed, ...], tuple[Stored, ...], dict[str, str]]:
+    """The preamble's code, what it reads of the batch, the constants that it keeps, and the local names of what it gives."""
     graph, batch = context.graph, context.batch
     if not batch.preamble_outputs:
-        return None, (), {}
+        return None, (), (), {}
     whole = [Option("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.outputs)) for op in graph.ops]
     made = set(batch.preamble_outputs)
     before = replace(context.axes[0], rest={name: layout for name, layout in context.axes[0].rest.items() if name not in made})
@@ -168,8 +172,9 @@ def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Fe
     need = (WHOLE,) * len(context.axes)
     given = {name: emitter.read(name, need) for name in batch.preamble_outputs}
     code = BlockCode("preamble", tuple(emitter.external), tuple(emitter.stored), tuple(emitter.pieces[0]), tuple(dict.fromkeys(given.values())))
-    assert not emitter.stored, "the preamble reads the batch alone"
-    return code, tuple(_feed(graph, name) for name in emitter.external), given
+    kept = tuple(_stored(context, emitter, local) for local in emitter.stored)
+    assert all(stored.kind == "constant" for stored in kept), "the preamble reads the batch and constants alone"
+    return code, tuple(_feed(graph, name) for name in emitter.external), kept, given
 
 
 def _feed(graph: Graph, name: str) -> Feed:

@@ -8,6 +8,7 @@ the table here says what those keep:
     attention           q, k, v, the output, and one float32 log-sum-exp per query and head; the mask if it is a tensor
     runtime.batch_norm  x and the weight; mean and inverse deviation per channel
     runtime.dropout     one byte per element
+    runtime.experts     weights; for each slot its row, gate and up, the activation's two factors and product, and its result
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def _saved(
         return (0, *weight), 2 * 4 * channels
     if instr.target == "runtime.dropout":
         return (), math.prod(specs[0].shape)
+    if instr.target == "runtime.experts":
+        (rows, hidden), slots, (held, double, _) = specs[0].shape, specs[1].shape[-1], specs[3].shape
+        num_experts = instr.args[6]
+        assert isinstance(num_experts, int)
+        kept = rows * slots * held // num_experts * (2 * hidden + double + 3 * (double // 2))  # x by slot, gate and up, three of the gate, y by slot
+        return (2, 3, 4), kept * dtype_of(specs[0].dtype).itemsize
     if instr.target == "runtime.scale_by_count":
         return ((1,), 0) if num > 1 else ((), 0)
     return _ask(instr, grads, specs)

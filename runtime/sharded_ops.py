@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
+from runtime.sharded.experts import experts
 from runtime.sharded.stochastic import attention, dropout
 from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
 
-__all__ = ["attention", "batch_norm", "dropout", "scale_by_count", "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding"]
+__all__ = ["attention", "batch_norm", "dropout", "experts", "scale_by_count", "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding"]
 
 
 def scale_by_count(x: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoplan.errors import UsageError
-from autoplan.rules import attention, conv, create, index, loss, matmul, norm, pointwise, reduce, shape
+from autoplan.rules import attention, conv, create, experts, index, loss, matmul, norm, pointwise, reduce, shape
 from autoplan.rules.signature import OPAQUE, Call, Signature, bind, parse, sign
 from runtime.call import resolve
 from runtime.instr import Instr, TensorSpec, uses
@@ -21,6 +21,7 @@ BUILT_IN: Mapping[str, Rule] = {
     **attention.RULES,
     **conv.RULES,
     **create.RULES,
+    **experts.RULES,
     **index.RULES,
     **loss.RULES,
     **matmul.RULES,
@@ -35,6 +36,7 @@ _RUNTIME: Mapping[str, tuple[str, ...]] = {
     "runtime.batch_norm": ("x", "weight", "bias", "running_mean", "running_var", "momentum", "eps"),
     "runtime.dropout": ("x", "p", "op_id"),
     "runtime.attention": ("q", "k", "v", "mask", "dropout_p", "is_causal", "scale", "enable_gqa", "op_id"),
+    "runtime.experts": ("x", "ids", "weights", "gate_up", "down", "act", "num_experts"),
     "runtime.scale_by_count": ("x", "count"),
 }
 
