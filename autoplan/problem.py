@@ -145,6 +145,8 @@ class BlockPoint:
     rests: Mapping[str, Layout]  # of the parameters
     forward_s: float
     backward_s: float
+    forward_move_s: float  # of it, changes of layout
+    backward_move_s: float
     step_s: float
     parameter_bytes: int
     parameter_elements: int
@@ -301,7 +303,7 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
     chosen = [item.choices[pick] for item, pick in zip(problem.items, picks, strict=True)]
     lies: dict[str, Layout] = dict(problem.sources)
     reads: dict[str, dict[Layout, None]] = {}
-    forward_s = backward_s = 0.0
+    forward_s = backward_s = forward_move_s = backward_move_s = 0.0
     extra = flops = 0
     saved: dict[tuple[str, bool], None] = {}
     for item, choice in zip(problem.items, chosen, strict=True):
@@ -341,15 +343,17 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
             move = problem.moves.get((name, lies[name], layout))
             if move is None:
                 return None
-            forward_s += move.forward_s
-            backward_s += move.backward_s
+            forward_move_s += move.forward_s
+            backward_move_s += move.backward_s
             uses.extend(_uses(move))
     saved_bytes = sum(problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved)
     return BlockPoint(
         labels=tuple(choice.option.label for choice in chosen),
         rests=rests,
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=forward_s + forward_move_s,
+        backward_s=backward_s + backward_move_s,
+        forward_move_s=forward_move_s,
+        backward_move_s=backward_move_s,
         step_s=step_s,
         parameter_bytes=sizes[0],
         parameter_elements=sizes[1],

@@ -1,0 +1,233 @@
+"""Choices for all blocks of a model: one integer program for each distinct pattern, whatever the number of layers.
+
+A *boundary* says how values that cross between blocks lie on the tensor axis: all whole, or those that carry one chosen factor
+(a sequence, channels, ...) split on it. Values without gradient, and those that do not carry the factor, are whole. Parameters
+that several patterns use (tied embeddings) rest in one layout everywhere: each combination of layouts is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoplan.batchaxis import BatchAxis, batch_axis
+from autoplan.graph import Block, Graph
+from autoplan.ilp import Solution, solve
+from autoplan.layout import WHOLE, Layout, Split
+from autoplan.price import LocalGraph, Pricer
+from autoplan.problem import BlockPoint, BlockProblem, Price, build
+from costmodel.opkey import RankGroup
+
+_MAX_FACTORS = 2  # boundaries tried beside "whole"
+_MAX_SHARED = 9  # combinations of layouts of shared parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """How values between blocks lie: split on `factor` (None: whole); `shared`: layouts of parameters of several patterns."""
+
+    factor: int | None
+    shared: tuple[tuple[str, Layout], ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One choice for every pattern. `points` by pattern; `bound_s` is a lower bound of the objective summed over all blocks."""
+
+    boundary: Boundary
+    solutions: Mapping[str, Solution]
+
+    def point(self, pattern: str) -> BlockPoint:
+        return self.solutions[pattern].point
+
+
+class Outline:
+    """What the search needs of a graph, computed once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.batch: BatchAxis = batch_axis(graph)
+        self._step = frozenset(self.batch.body)
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks that do something in a step."""
+        return tuple(i for i, block in enumerate(self.graph.blocks) if self.indices(block))
+
+    @cached_property
+    def examples(self) -> Mapping[str, int]:
+        """Pattern -> number of its first block, which plans name ops by."""
+        found: dict[str, int] = {}
+        for i, block in enumerate(self.graph.blocks):
+            found.setdefault(block.pattern, i)
+        return found
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Pattern -> number of its blocks."""
+        found: dict[str, int] = {}
+        for block in self.graph.blocks:
+            found[block.pattern] = found.get(block.pattern, 0) + 1
+        return found
+
+    def indices(self, block: Block) -> tuple[int, ...]:
+        """The block's ops that run in every micro-batch."""
+        return tuple(i for i in range(block.start, block.stop) if i in self._step)
+
+    @cached_property
+    def block_of(self) -> Mapping[int, int]:
+        """Op -> its block."""
+        return {i: number for number, block in enumerate(self.graph.blocks) for i in range(block.start, block.stop)}
+
+    @cached_property
+    def crossing(self) -> Mapping[str, tuple[int, ...]]:
+        """Activation that leaves its block -> the other blocks that read it, ascending."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, index in self.graph.producer.items():
+            if index not in self._step or name in self.batch.preamble_outputs:
+                continue
+            home = self.block_of[index]
+            readers = dict.fromkeys(self.block_of[i] for i in self.graph.consumers.get(name, ()) if i in self._step and self.block_of[i] != home)
+            if readers:
+                found[name] = tuple(readers)
+        return found
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """Parameters that blocks of more than one pattern use."""
+        users: dict[str, dict[str, None]] = {}
+        for i in self.batch.body:
+            for name in self.graph.ops[i].operands:
+                if self.graph.values[name].kind == "parameter":
+                    users.setdefault(name, {})[self.graph.blocks[self.block_of[i]].pattern] = None
+        return tuple(name for name, patterns in users.items() if len(patterns) > 1)
+
+    @cached_property
+    def tied(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter used by more than one block -> those blocks."""
+        users: dict[str, dict[int, None]] = {}
+        for i in self.batch.body:
+            for name in self.graph.ops[i].operands:
+                if self.graph.values[name].kind == "parameter":
+                    users.setdefault(name, {})[self.block_of[i]] = None
+        return {name: tuple(blocks) for name, blocks in users.items() if len(blocks) > 1}
+
+    @cached_property
+    def buffers(self) -> Mapping[str, tuple[int, ...]]:
+        """Buffer or constant -> the blocks that read it."""
+        users: dict[str, dict[int, None]] = {}
+        for i in self.batch.body:
+            for name in self.graph.ops[i].operands:
+                if self.graph.values[name].kind in ("buffer", "constant"):
+                    users.setdefault(name, {})[self.block_of[i]] = None
+        return {name: tuple(blocks) for name, blocks in users.items()}
+
+    def boundaries(self, degree: int, sequence_parallel: bool | None) -> tuple[Boundary, ...]:
+        """The boundaries that are tried on an axis of `degree` ranks. `sequence_parallel`: only split ones, or only whole."""
+        graph = self.graph
+        counts: dict[int, int] = {}
+        streams = [name for name in self.crossing if graph.values[name].requires_grad]
+        for name in streams:
+            for dim in graph.values[name].dims[:-1]:
+                for factor in dim:
+                    if factor != graph.batch_factor and graph.factor_sizes[factor] % degree == 0 and graph.factor_sizes[factor] > 1:
+                        counts[factor] = counts.get(factor, 0) + 1
+        often = sorted((f for f, n in counts.items() if 2 * n >= len(streams)), key=lambda f: (-counts[f], f))[:_MAX_FACTORS]
+        factors: list[int | None] = [None, *often] if degree > 1 else [None]
+        if sequence_parallel is not None and degree > 1:
+            factors = [f for f in factors if (f is not None) == sequence_parallel]
+        rests = self._shared_layouts(degree)
+        return tuple(Boundary(factor, rest) for factor in factors for rest in rests)
+
+    def _shared_layouts(self, degree: int) -> tuple[tuple[tuple[str, Layout], ...], ...]:
+        options: list[list[Layout]] = []
+        for name in self.shared:
+            value = self.graph.values[name]
+            splits: list[Layout] = []
+            if degree > 1:
+                for d, dims in enumerate(value.dims):
+                    splits += [Split(d, k) for k, factor in enumerate(dims) if self.graph.factor_sizes[factor] % degree == 0]
+            options.append([WHOLE, *splits])
+        count = 1
+        for found in options:
+            count *= len(found)
+        if count > _MAX_SHARED:
+            options = [[WHOLE] for _ in self.shared]
+        return tuple(tuple(zip(self.shared, combination, strict=True)) for combination in itertools.product(*options))
+
+    def layout(self, name: str, boundary: Boundary) -> Layout:
+        """How a value between blocks lies on the tensor axis."""
+        value = self.graph.values[name]
+        if boundary.factor is None or not value.requires_grad:
+            return WHOLE
+        for d, dims in enumerate(value.dims):
+            if boundary.factor in dims:
+                return Split(d, dims.index(boundary.factor))
+        return WHOLE
+
+    def boundary_of(self, number: int, boundary: Boundary) -> tuple[dict[str, Layout], tuple[tuple[str, Layout], ...]]:
+        """Layouts of what enters block `number`, and of what leaves it."""
+        block = self.graph.blocks[number]
+        enters: dict[str, Layout] = {}
+        for i in self.indices(block):
+            for name in self.graph.ops[i].operands:
+                if name in self.batch.preamble_outputs:
+                    enters[name] = WHOLE
+                elif name in self.graph.producer and not block.start <= self.graph.producer[name] < block.stop:
+                    enters[name] = self.layout(name, boundary)
+        leaves = [(name, self.layout(name, boundary)) for name in self.crossing if block.start <= self.graph.producer[name] < block.stop]
+        finals = (self.graph.loss, *(value for _, value in self.graph.buffer_updates))
+        if self.graph.loss is None:
+            finals = (*self.graph.outputs, *finals)
+        for name in finals:
+            if name is not None and block.start <= self.graph.producer.get(name, -1) < block.stop:
+                leaves.append((name, WHOLE))
+        return enters, tuple(dict.fromkeys(leaves))
+
+
+class Chooser:
+    """Solves patterns on one tensor degree and number of rows, each question once."""
+
+    def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int]) -> None:
+        self.outline = outline
+        self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows, degree, pricer)
+        self.degree = degree
+        self.forbidden = forbidden
+        self._problems: dict[tuple[str, Boundary], BlockProblem] = {}
+        self._solved: dict[tuple[str, Boundary, Price], Solution | None] = {}
+
+    def problem(self, pattern: str, boundary: Boundary) -> BlockProblem:
+        key = (pattern, boundary)
+        if key not in self._problems:
+            number = self.outline.examples[pattern]
+            block = self.outline.graph.blocks[number]
+            enters, leaves = self.outline.boundary_of(number, boundary)
+            self._problems[key] = build(
+                self.local, block.name, self.outline.indices(block), enters, leaves, dict(boundary.shared), RankGroup(self.degree), self.forbidden
+            )
+        return self._problems[key]
+
+    def choose(self, boundary: Boundary, price: Price) -> Chosen | None:
+        """The best choice of every pattern; None where the boundary cannot be had."""
+        found: dict[str, Solution] = {}
+        for pattern in self.outline.examples:
+            key = (pattern, boundary, price)
+            if key not in self._solved:
+                self._solved[key] = solve(self.problem(pattern, boundary), price)
+            solution = self._solved[key]
+            if solution is None:
+                return None
+            found[pattern] = solution
+        return Chosen(boundary, found)
+
+    def least(self) -> tuple[float, float]:
+        """(seconds of one micro-batch through all blocks, of the heaviest block), operators alone: a lower bound."""
+        boundary = Boundary(None, tuple((name, WHOLE) for name in self.outline.shared))
+        total = heaviest = 0.0
+        for pattern in self.outline.examples:
+            seconds = sum(min(choice.seconds for choice in item.choices) for item in self.problem(pattern, boundary).items)
+            total += seconds * self.outline.counts[pattern]
+            heaviest = max(heaviest, seconds)
+        return total, heaviest

@@ -1,0 +1,362 @@
+"""The search: the best plan of the whole space, with a bound on what was not looked at.
+
+A *shape* (autoplan/space.py) fixes mesh, micro-batch and schedule. Its lower bound is tightened in three steps, and shapes are
+taken in the order of their bounds; a shape whose bound is no better than the best plan found is never worked out. With m
+micro-batches, n stages and W seconds of one micro-batch through all blocks,
+
+    T >= W / (1 - (1 - 1/m)^n)      stage j ends no sooner than m w_j + sum of w_i, i < j; the best w_j make these equal
+    T >= m * (heaviest block)
+    T >= O / n                      O = m W + what follows the last backward, summed over all blocks: some stage has its share
+
+    step 0: W from the FLOPs at the device's peak       (analytic prices only, which never beat it)
+    step 1: W from the fastest option of every operator, no communication
+    step 2: O from the integer programs of all patterns, over all boundaries; W >= (O - largest tail) / m
+
+Working a shape out: integer programs for every boundary (autoplan/choose.py), best cuts under the memory limit by stage
+(autoplan/cuts.py), replay (autoplan/simulate.py), for each ZeRO stage and recomputation that is not dominated by one that fits:
+recomputation only adds time, and so does ZeRO-3 to -2 to -1. Where nothing fits, choices that weigh memory follow.
+
+    gap = 1 - (least bound of all shapes that were not worked out, and of the chosen one's own) / (time of the best plan)
+
+both at the search's own prices. Equal times are decided by less memory, then by the shape.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoplan.choose import Boundary, Chooser, Chosen, Outline
+from autoplan.constraints import Constraints, check_degrees, check_supported
+from autoplan.cuts import best_cuts, layer_cuts
+from autoplan.errors import InfeasibleError
+from autoplan.forecast import Memory
+from autoplan.graph import Graph, options
+from autoplan.load import StageLoad
+from autoplan.price import Pricer
+from autoplan.problem import Price
+from autoplan.simulate import Durations, Step, durations, received_bytes, replay, stage_memory
+from autoplan.space import Shape, Space, Storing, space
+from autoplan.stagework import Work
+from costmodel.cluster import Cluster
+from costmodel.memory import widths
+from costmodel.prices import Prices
+
+_LEAN = (0.5, 5.0)  # weights of memory against time where nothing fits
+
+
+@dataclass(frozen=True)
+class Result:
+    """One plan, worked out. `fullest` is the stage with the most memory."""
+
+    shape: Shape
+    storing: Storing
+    chosen: Chosen
+    starts: tuple[int, ...]  # of the stages, in graph blocks, and the end
+    step_s: float
+    memory: Memory
+    fullest: int
+    limit_bytes: int
+    loads: tuple[StageLoad, ...]
+    times: tuple[Durations, ...]
+    bubble_s: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.limit_bytes
+
+    @property
+    def order(self) -> tuple:
+        return (self.step_s, self.memory.total, self.shape, self.storing, self.starts)
+
+
+@dataclass
+class Outcome:
+    """All that the search knows at its end."""
+
+    space: Space
+    fitting: list[Result] = field(default_factory=list)
+    too_large: list[Result] = field(default_factory=list)
+    bounds: dict[Shape, float] = field(default_factory=dict)  # tightest known of every shape
+    worked_out: set[Shape] = field(default_factory=set)
+
+    def best(self) -> Result:
+        return min(self.fitting, key=lambda r: r.order)
+
+    def gap(self) -> float:
+        best = self.best()
+        left = [bound for shape, bound in self.bounds.items() if shape not in self.worked_out or shape == best.shape]
+        return max(0.0, 1.0 - min([best.step_s, *left]) / best.step_s)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One search: its inputs."""
+
+    graph: Graph
+    cluster: Cluster
+    prices: Prices
+    constraints: Constraints
+    optimizer: str
+    precision: str | None
+    time_limit_s: float | None
+
+
+class Searcher:
+    """Works out shapes in the order of their bounds."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.outline = Outline(task.graph)
+        self.pricer = Pricer(task.prices, task.precision)
+        self.batch = task.graph.batch_size or 1
+        self.width = widths(task.precision, task.optimizer, _parameter_width(task.graph))
+        self.limit_bytes = min(task.prices.memory_limit_bytes(rank) for rank in _distinct_ranks(task.cluster))
+        if task.constraints.max_memory_bytes is not None:
+            self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
+        self._choosers: dict[tuple[int, int], Chooser] = {}
+        self._boundaries: dict[int, tuple[Boundary, ...]] = {}
+        low, high = (task.prices.optimizer_s(n, task.optimizer, float(self.width.total)) for n in (2**23, 2**24))
+        self._optimizer_s = max(0.0, high - low) / 2**23  # per element
+
+    def run(self) -> Outcome:
+        """Search until every shape is worked out or proved worse, or time is up. Raises InfeasibleError where nothing fits."""
+        start_s = time.monotonic()
+        outcome = Outcome(self._space())
+        heap: list[tuple[float, int, Shape]] = []
+        for shape in outcome.space.shapes:
+            outcome.bounds[shape] = self._peak_bound(shape)
+            heapq.heappush(heap, (outcome.bounds[shape], 0, shape))
+        best_s = float("inf")
+        while heap:
+            bound_s, level, shape = heapq.heappop(heap)
+            late = self.task.time_limit_s is not None and time.monotonic() - start_s > self.task.time_limit_s
+            if bound_s >= best_s or (late and outcome.fitting):
+                break
+            if level < 2:
+                tighter = self._operator_bound(shape) if level == 0 else self._program_bound(shape)
+                outcome.bounds[shape] = max(bound_s, tighter)
+                heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
+                continue
+            outcome.worked_out.add(shape)
+            for result in self._work_out(shape, outcome.space.storings, best_s):
+                (outcome.fitting if result.fits else outcome.too_large).append(result)
+                if result.fits:
+                    best_s = min(best_s, result.step_s)
+        return outcome
+
+    def _space(self) -> Space:
+        task = self.task
+        check_supported(task.constraints)
+        world = task.cluster.num_devices
+        check_degrees(task.constraints, world, self.batch)
+        if task.constraints.tp is not None:
+            self._check_tensor(task.constraints.tp)
+        found = space(world, self.batch, len(self.outline.blocks), task.constraints, can_micro_batch=self.outline.batch.blocker is None)
+        shapes = tuple(shape for shape in found.shapes if shape.tp == 1 or self._splits(shape.tp))
+        if not shapes:
+            raise InfeasibleError(self._no_shape())
+        degrees = tuple(sorted({shape.tp for shape in shapes}))
+        boundaries = tuple(
+            sorted({"whole" if b.factor is None else f"split({task.graph.factor_sizes[b.factor]})" for d in degrees for b in self._bounds_of(d)})
+        )
+        return Space(shapes, found.storings, {**found.axes, "tp": degrees, "boundary": boundaries, "operators": ("every loop that divides",)})
+
+    def _no_shape(self) -> str:
+        task = self.task
+        asked, world = task.constraints.described(), task.cluster.num_devices
+        text = f"no mesh of {world} devices for a global batch of {self.batch} rows and {len(self.outline.blocks)} blocks satisfies the constraints {asked}"
+        if self.outline.batch.blocker is not None and task.constraints.micro_batch_size is not None:
+            return f"{text}: the batch cannot be cut into micro-batches, because {self.outline.batch.blocker}"
+        return f"{text}: pp must be at most the number of blocks, dp must divide the batch and pp x dp x tp must be {world}"
+
+    def _splits(self, degree: int) -> bool:
+        graph = self.task.graph
+        return any(
+            option.label != "whole" and not option.label.startswith("partial:")
+            for i in self.outline.batch.body
+            for option in options(graph, graph.ops[i], degree)
+            if not any(loop.label == option.label and loop.factor == graph.batch_factor for loop in graph.ops[i].loops)
+        )
+
+    def _check_tensor(self, degree: int) -> None:
+        if degree == 1 or self._splits(degree):
+            return
+        graph = self.task.graph
+        sizes = sorted({graph.factor_sizes[loop.factor] for i in self.outline.batch.body for loop in graph.ops[i].loops if loop.factor != graph.batch_factor})
+        raise InfeasibleError(
+            f"tp={degree} can split nothing of this model: no operator has a dimension that {degree} divides (sizes that can be split: "
+            f"{', '.join(map(str, sizes)) or 'none'}). Use a tp that divides one of them, or tp=1"
+        )
+
+    # -- bounds -----------------------------------------------------------------------------------------------------------
+
+    def _peak_bound(self, shape: Shape) -> float:
+        if self.task.prices.source != "analytic":
+            return 0.0
+        flops = sum(self.task.graph.ops[i].flops for i in self.outline.batch.body)
+        peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
+        return _ramp(flops * shape.rows / self.batch / shape.tp / peak, shape.pp, shape.num_micro_batches) if peak else 0.0
+
+    def _operator_bound(self, shape: Shape) -> float:
+        total, heaviest = self._chooser(shape).least()
+        return max(_ramp(total, shape.pp, shape.num_micro_batches), shape.num_micro_batches * heaviest)
+
+    def _program_bound(self, shape: Shape) -> float:
+        chooser, price = self._chooser(shape), self._price(shape)
+        counts = self.outline.counts
+        found = []
+        for boundary in self._bounds_of(shape.tp):
+            chosen = chooser.choose(boundary, price)
+            if chosen is None:
+                continue
+            weights = {name: w for pattern in counts for name, w in chooser.problem(pattern, boundary).weights.items()}
+            again = sum((len(self.outline.tied[name]) - 1) * w.num_bytes for name, w in weights.items() if name in self.outline.tied)
+            total = sum(s.bound_s * counts[p] for p, s in chosen.solutions.items()) - again * price.per_parameter_byte_s
+            tail = 0.0
+            for pattern, count in counts.items():
+                for weight in chooser.problem(pattern, boundary).weights.values():
+                    tail += count * (weight.deferred_s + price.per_parameter_byte_s * weight.num_bytes)
+            through = max(0.0, total - tail) / shape.num_micro_batches
+            found.append(max(total / shape.pp, _ramp(through, shape.pp, shape.num_micro_batches)))
+        return min(found, default=float("inf"))
+
+    @property
+    def dtype(self) -> str:
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.task.precision or "", "float32")
+
+    def _price(self, shape: Shape) -> Price:
+        shares = shape.dp if self.task.constraints.zero != 0 else 1
+        return Price(shape.num_micro_batches, self._optimizer_s / _parameter_width(self.task.graph) / shares)
+
+    def _chooser(self, shape: Shape) -> Chooser:
+        key = (shape.rows, shape.tp)
+        if key not in self._choosers:
+            forbidden: frozenset[int] = frozenset()
+            if self.task.constraints.sequence_parallel is False:
+                forbidden = frozenset(b.factor for b in self.outline.boundaries(shape.tp, None) if b.factor is not None)
+            self._choosers[key] = Chooser(self.outline, shape.rows, shape.tp, self.pricer, forbidden)
+        return self._choosers[key]
+
+    def _bounds_of(self, degree: int) -> tuple[Boundary, ...]:
+        if degree not in self._boundaries:
+            self._boundaries[degree] = self.outline.boundaries(degree, self.task.constraints.sequence_parallel)
+        return self._boundaries[degree]
+
+    # -- working out ------------------------------------------------------------------------------------------------------
+
+    def step(self, shape: Shape, storing: Storing) -> Step:
+        return Step(
+            shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
+            self.task.optimizer, self.task.precision, tuple(range(shape.pp)),
+        )  # fmt: skip
+
+    def _work_out(self, shape: Shape, storings: tuple[Storing, ...], best_s: float) -> list[Result]:
+        if shape.dp == 1 and self.task.constraints.zero is None:
+            storings = tuple(s for s in storings if s.zero == 0)
+        chooser, price = self._chooser(shape), self._price(shape)
+        results: list[Result] = []
+        for level in (0.0, *_LEAN):
+            for boundary in self._bounds_of(shape.tp):
+                chosen = chooser.choose(boundary, price)
+                if chosen is not None and level:
+                    chosen = chooser.choose(boundary, self._lean(chosen, price, level))
+                if chosen is not None:
+                    results += self._store(shape, chosen, chooser, storings)
+            if any(result.fits for result in results) or shape.tp == 1:
+                break
+        return results
+
+    def _lean(self, chosen: Chosen, price: Price, level: float) -> Price:
+        seconds = sum(price.of(s.point) * self.outline.counts[p] for p, s in chosen.solutions.items())
+        kept = sum((s.point.parameter_bytes + s.point.saved_bytes) * self.outline.counts[p] for p, s in chosen.solutions.items())
+        weight = level * seconds / max(1, kept)
+        return Price(price.num_micro_batches, price.per_parameter_byte_s + weight, weight)
+
+    def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, storings: tuple[Storing, ...]) -> list[Result]:
+        found: list[Result] = []
+        for storing in sorted(storings, key=lambda s: (s.recompute != "none", s.zero)):
+            if any(r.fits and _dominates(r.storing, storing) for r in found):
+                continue
+            result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute))
+            if result is not None:
+                found.append(result)
+        return found
+
+    def _cut(self, shape: Shape, storing: Storing, work: Work) -> Result | None:
+        step = self.step(shape, storing)
+        numbers, layers = self.outline.blocks, self.task.constraints.stage_layers
+        if layers is not None:
+            cuts: tuple[int, ...] | None = layer_cuts([self.task.graph.blocks[n].layer for n in numbers], layers)
+        elif shape.pp == 1:
+            cuts = (0, len(numbers))
+        else:
+            shares = step.shards if step.zero else 1
+            tail = work.tail_per_byte_s(self._optimizer_s / _parameter_width(self.task.graph) / shares) / shape.num_micro_batches
+            weights = np.array([b.slot_s for b in work.blocks]) + tail
+            cuts = best_cuts(weights.tolist(), shape.pp, work.fits(step, self.width, self.limit_bytes))
+            if cuts is None:
+                cuts = best_cuts(weights.tolist(), shape.pp)
+        assert cuts is not None
+        starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.task.graph.blocks))
+        loads = work.stage_loads(starts)
+        times = tuple(durations(load, step, self.pricer) for load in loads)
+        line = replay(loads, times, step, self.pricer)
+        step_s = max(end + t.tail_s for end, t in zip(line.end_s, times, strict=True))
+        memories = [stage_memory(load, step, line.held[load.index], received_bytes(loads, load.index)) for load in loads]
+        fullest = max(range(len(memories)), key=lambda j: memories[j].total)
+        idle_s = max(step_s - busy - t.tail_s for busy, t in zip(line.busy_s, times, strict=True))
+        return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s)
+
+
+def _ramp(through_s: float, num_stages: int, num_micro_batches: int) -> float:
+    """Lower bound of a pipeline's time from the seconds of one micro-batch through all stages."""
+    return through_s / (1.0 - (1.0 - 1.0 / num_micro_batches) ** num_stages)
+
+
+def _dominates(one: Storing, other: Storing) -> bool:
+    """Whether `one` takes no longer than `other`, whatever the plan."""
+    return one.recompute in ("none", other.recompute) and (one.zero == other.zero or 1 <= one.zero <= other.zero)
+
+
+def _parameter_width(graph: Graph) -> int:
+    sizes = [v for v in graph.parameters() if v.requires_grad] or list(graph.parameters())
+    from runtime.call import dtype_of
+
+    return dtype_of(sizes[0].spec.dtype).itemsize if sizes else 4
+
+
+def _distinct_ranks(cluster: Cluster) -> tuple[int, ...]:
+    """One rank of every group of like devices."""
+    ranks, start = [], 0
+    for group in cluster.groups:
+        ranks.append(start)
+        start += group.num_devices
+    return tuple(ranks)
+
+
+def too_large(outcome: Outcome, task: Task) -> InfeasibleError:
+    """Why nothing fits: the plan that needs least, the kind of memory that fills it, and what would help."""
+    least: Result = min(outcome.too_large, key=lambda r: (r.memory.total, r.order))
+    kinds: Mapping[str, int] = {
+        name: getattr(least.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "communication")
+    }
+    kind = max(kinds, key=lambda name: kinds[name])
+    gib = 1024**3
+    over = least.memory.total - least.limit_bytes
+    need = least.memory.total / max(1, least.limit_bytes)
+    shape = least.shape
+    asked = task.constraints.described()
+    hint = f"devices with {least.memory.total / gib:.3g} GiB of usable memory, or about {need:.2g} times as many devices"
+    if asked != "none":
+        hint += f", or fewer constraints (now: {asked})"
+    return InfeasibleError(
+        f"no plan of {task.graph.name} fits on {task.cluster.name}: the smallest (pp={shape.pp} dp={shape.dp} tp={shape.tp} zero={least.storing.zero} "
+        f"recompute={least.storing.recompute}, micro-batch {shape.rows}) needs {least.memory.total / gib:.4g} GiB on stage {least.fullest}, "
+        f"{over / gib:.3g} GiB more than the limit of {least.limit_bytes / gib:.4g} GiB. Most of it is {kind} ({kinds[kind] / gib:.3g} GiB). "
+        f"It would fit with {hint}."
+    )

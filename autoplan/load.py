@@ -1,0 +1,77 @@
+"""What a stage does in a step, as numbers: the input of the replay (autoplan/simulate.py).
+
+The search adds it up from priced choices (`of_points`), a forecast reads it off the lowered program (autoplan/workload.py).
+Seconds, bytes and FLOPs are of one rank; passes are of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of one micro-batch: operators, and the collectives between them (on the same stream)."""
+
+    compute_s: float = 0.0
+    collective_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.collective_s
+
+    def plus(self, other: Pass) -> Pass:
+        return Pass(self.compute_s + other.compute_s, self.collective_s + other.collective_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A value that goes to another stage after every forward; `grad`: its gradient comes back."""
+
+    dst: int
+    num_bytes: int
+    grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A collective inside a pass, of one micro-batch ("forward", "backward") or of a step ("reduce")."""
+
+    kind: str
+    axis: str
+    phase: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """One stage. `units` are the elements of each group of parameters that ZeRO gathers at once (a block each).
+
+    `saved_bytes` stay from a micro-batch's forward to its backward; `transient_bytes` live during one backward (what a
+    recomputed block saves). `deferred` are the sums of gradients over axes other than "dp", once a step.
+    """
+
+    index: int
+    first_block: str
+    last_block: str
+    forward: Pass
+    backward: Pass  # without recomputation
+    recompute: Pass
+    sends: tuple[Send, ...]
+    parameter_elements: int
+    trained_elements: int
+    parameter_width: int  # bytes of an element at rest, as captured
+    units: tuple[int, ...]
+    buffer_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+    flops: int  # of the forward pass
+    traffic: tuple[Traffic, ...]
+    deferred: tuple[tuple[str, int], ...]
+    tied_bytes: int = 0
+    preamble_s: float = 0.0
+
+    @property
+    def slot_s(self) -> float:
+        """Seconds of one micro-batch, both passes."""
+        return self.forward.seconds + self.backward.seconds + self.recompute.seconds

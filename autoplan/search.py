@@ -1,0 +1,211 @@
+"""From a graph and prices to a plan: search, forecast of the best few, reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autoplan.constraints import Constraints
+from autoplan.explore import Outcome, Result, Searcher, Task, too_large
+from autoplan.forecast import Forecast
+from autoplan.graph import Graph
+from autoplan.notes import blocks_of_pattern, op_notes
+from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
+from autoplan.simulate import Model, assemble
+from autoplan.units import figures, num_bytes, seconds
+from costmodel.cluster import Cluster
+from costmodel.prices import Prices
+
+_NUM_ALTERNATIVES = 5
+
+
+def search(
+    graph: Graph,
+    cluster: Cluster,
+    prices: Prices,
+    constraints: Constraints,
+    *,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    time_limit_s: float | None = None,
+) -> Plan:
+    """The best plan of the space, its proved gap, its runners-up and why they lost.
+
+    Raises InfeasibleError where no plan satisfies the constraints or fits the memory, AutoplanError where the solver fails.
+    With `time_limit_s` the best plan found by then, with its true gap.
+    """
+    task = Task(graph, cluster, prices, constraints, optimizer, precision, time_limit_s)
+    searcher = Searcher(task)
+    outcome = searcher.run()
+    if not outcome.fitting:
+        raise too_large(outcome, task)
+    return plan_of(outcome.best(), searcher, outcome)
+
+
+def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
+    """The plan of one result, with everything that the search knows beside it."""
+    task, graph, shape = searcher.task, searcher.task.graph, best.shape
+    stages = tuple(
+        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, j) for j, (a, b) in enumerate(zip(best.starts, best.starts[1:], strict=False))
+    )
+    return Plan(
+        model=graph.name,
+        model_fingerprint=graph.fingerprint,
+        cluster=task.cluster.name,
+        cluster_fingerprint=task.cluster.fingerprint(),
+        global_batch=searcher.batch,
+        micro_batch_size=shape.rows,
+        num_micro_batches=shape.num_micro_batches,
+        axes=shape.axes,
+        zero=best.storing.zero,
+        zero_group=task.constraints.zero_group if best.storing.zero else None,
+        schedule=shape.schedule,
+        num_chunks=1,
+        precision=task.precision,
+        optimizer=task.optimizer,
+        stages=stages,
+        blocks=_block_plans(best, searcher),
+        forecast=forecast_of(best, searcher),
+        gap=outcome.gap(),
+        space=outcome.space.axes,
+        alternatives=alternatives(best, outcome),
+        reasons=_reasons(best, outcome),
+        warnings=(*graph.warnings, *_warnings(searcher)),
+    )
+
+
+def forecast_of(result: Result, searcher: Searcher) -> Forecast:
+    """The search's own forecast of a result."""
+    step = searcher.step(result.shape, result.storing)
+    forecast = assemble(result.loads, step, model_of(searcher, result), searcher.pricer)
+    limit = result.limit_bytes
+    return replace(forecast, stages=tuple(replace(s, memory_limit_bytes=min(limit, s.memory_limit_bytes)) for s in forecast.stages))
+
+
+def model_of(searcher: Searcher, result: Result) -> Model:
+    """FLOPs and tokens of the model, and the share of its FLOPs that the tensor axis divides."""
+    graph, outline = searcher.task.graph, searcher.outline
+    flops = sum(graph.ops[i].flops for i in outline.batch.body)
+    divided = 0
+    for block in graph.blocks:
+        first = graph.blocks[outline.examples[block.pattern]]
+        labels = result.chosen.point(block.pattern).labels
+        indices = outline.indices(first)
+        divided += sum(graph.ops[block.start + i - first.start].flops for i, label in zip(indices, labels, strict=True) if label != "whole")
+    share = divided / flops if flops and result.shape.tp > 1 else 1.0
+    return Model(flops, tokens_of(graph), searcher.dtype, share)
+
+
+def tokens_of(graph: Graph) -> int:
+    """Elements of the first integer input of more than one dimension; rows of the batch where there is none."""
+    for value in graph.inputs():
+        if value.spec.dtype.startswith("int") and len(value.spec.shape) > 1:
+            count = 1
+            for size in value.spec.shape:
+                count *= size
+            return count
+    return graph.batch_size or 1
+
+
+def _block_plans(best: Result, searcher: Searcher) -> tuple[BlockPlan, ...]:
+    graph, outline = searcher.task.graph, searcher.outline
+    has_layers = any(block.layer for block in graph.blocks)
+    found = []
+    for pattern, number in outline.examples.items():
+        block = graph.blocks[number]
+        labels = best.chosen.point(pattern).labels
+        splits = {graph.ops[i].name: label for i, label in zip(outline.indices(block), labels, strict=True) if label != "whole"}
+        enters, leaves = outline.boundary_of(number, best.chosen.boundary)
+        boundary = {name: str(layout) for name, layout in (*enters.items(), *leaves)}
+        recompute = best.storing.recompute if block.layer or not has_layers else "none"
+        found.append(BlockPlan(pattern, block.name, splits, boundary, recompute, blocks_of_pattern(graph, pattern), op_notes(graph, block, splits)))
+    return tuple(found)
+
+
+def summary(result: Result) -> str:
+    """ "pp 2, dp 4, tp 2, ZeRO 1, 1f1b, 8 micro-batches of 4"."""
+    shape, storing = result.shape, result.storing
+    parts = [f"{axis} {degree}" for axis, degree in shape.axes if degree > 1] or ["one device"]
+    if storing.zero:
+        parts.append(f"ZeRO {storing.zero}")
+    if shape.pp > 1:
+        parts.append(shape.schedule)
+    parts.append(f"{shape.num_micro_batches} x {shape.rows} rows")
+    if storing.recompute != "none":
+        parts.append(f"recompute {storing.recompute}")
+    if result.chosen.boundary.factor is not None:
+        parts.append("sequence split")
+    return ", ".join(parts)
+
+
+def alternatives(best: Result, outcome: Outcome) -> tuple[Alternative, ...]:
+    """The best result of every other mesh and way of saving memory that was worked out, fastest first."""
+    seen = {_kind(best)}
+    found: list[Alternative] = []
+    for result in sorted((*outcome.fitting, *outcome.too_large), key=lambda r: (not r.fits, r.order)):
+        if _kind(result) not in seen and len(found) < _NUM_ALTERNATIVES:
+            seen.add(_kind(result))
+            found.append(Alternative(summary(result), result.step_s, result.memory.total, why_lost(result, best)))
+    return tuple(found)
+
+
+def _kind(result: Result) -> tuple:
+    return (result.shape.axes, result.storing.zero)
+
+
+def why_lost(result: Result, best: Result) -> str:
+    """The reason in one line: memory and its kind, or the part of the time that grew most."""
+    if not result.fits:
+        kinds = {name: getattr(result.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "communication")}
+        kind = max(kinds, key=lambda name: kinds[name])
+        over = result.memory.total - result.limit_bytes
+        return f"does not fit: stage {result.fullest} needs {num_bytes(over)} more than the limit, mostly {kind} ({num_bytes(kinds[kind])})"
+    slower = result.step_s / best.step_s - 1
+    if slower <= 0:
+        return "as fast, needs more memory"
+    mine, theirs = parts_of(best), parts_of(result)
+    part = max(theirs, key=lambda name: theirs[name] - mine[name])
+    stage = max(range(len(result.loads)), key=lambda j: result.loads[j].slot_s)
+    where = f" on stage {stage}" if result.shape.pp > 1 and part in ("operators", "tensor collectives", "recomputation") else ""
+    return f"{figures(100 * slower)} % slower: {part}{where} take {seconds(theirs[part])} instead of {seconds(mine[part])}"
+
+
+def parts_of(result: Result) -> dict[str, float]:
+    """Seconds of a step on the slowest stage, by what they are spent on."""
+    m = result.shape.num_micro_batches
+    stage = max(range(len(result.loads)), key=lambda j: result.loads[j].slot_s)
+    load, time = result.loads[stage], result.times[stage]
+    passes = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s)
+    return {
+        "operators": m * (load.forward.compute_s + load.backward.compute_s),
+        "tensor collectives": m * (load.forward.collective_s + load.backward.collective_s),
+        "recomputation": m * load.recompute.seconds,
+        "parameter gathers": max(0.0, passes - m * load.slot_s),
+        "idle times of the pipeline": max(0.0, result.step_s - passes - time.tail_s),
+        "gradient sums and optimizer": time.tail_s,
+    }
+
+
+def _reasons(best: Result, outcome: Outcome) -> tuple[str, ...]:
+    parts = parts_of(best)
+    shares = sorted(((name, spent) for name, spent in parts.items() if spent > 0.005 * best.step_s), key=lambda item: -item[1])
+    lines = ["the step spends " + ", ".join(f"{spent / best.step_s:.0%} on {name}" for name, spent in shares)]
+    lines.append(f"stage {best.fullest} is the fullest: {num_bytes(best.memory.total)} of {num_bytes(best.limit_bytes)}")
+    fitting = {(r.shape.axes, r.storing) for r in outcome.fitting}
+    lines.append(
+        f"{len(outcome.bounds)} combinations of mesh, micro-batch and schedule: {len(outcome.worked_out)} worked out, "
+        f"the others proved no better by a lower bound; {len(fitting)} meshes and ways of storing fit"
+    )
+    return tuple(lines)
+
+
+def _warnings(searcher: Searcher) -> Iterable[str]:
+    graph, batch = searcher.task.graph, searcher.outline.batch
+    if batch.blocker is not None and searcher.batch > 1:
+        yield f"one micro-batch only: {batch.blocker}"
+    total = sum(op.flops for op in graph.ops)
+    whole = [op for op in graph.ops if not op.loops and op.flops]
+    if whole and total:
+        share = sum(op.flops for op in whole) / total
+        names = ", ".join(sorted({op.instr.target for op in whole}))
+        yield f"{share:.1%} of the FLOPs are in operators without a rule and stay whole: {names}"

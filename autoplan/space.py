@@ -1,0 +1,94 @@
+"""The space of plans: every combination of degrees, micro-batch size, ZeRO stage, schedule and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.constraints import Constraints
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """What is fixed before operators are placed: the mesh, the rows of a micro-batch and the schedule."""
+
+    pp: int
+    dp: int
+    tp: int
+    rows: int
+    num_micro_batches: int
+    schedule: str
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("pp", self.pp), ("dp", self.dp), ("tp", self.tp))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Storing:
+    """How memory is saved: ZeRO stage and recomputation."""
+
+    zero: int
+    recompute: str
+
+
+@dataclass(frozen=True)
+class Space:
+    """Everything that is searched. `axes` lists the values of every axis of the space."""
+
+    shapes: tuple[Shape, ...]
+    storings: tuple[Storing, ...]
+    axes: Mapping[str, tuple]
+
+
+def space(world_size: int, batch: int, max_stages: int, constraints: Constraints, *, can_micro_batch: bool) -> Space:
+    """All plans of `world_size` ranks at a global batch of `batch` rows that the constraints leave.
+
+    dp divides the batch and the micro-batch size a replica's share. Without micro-batches (`can_micro_batch`) a replica's
+    share is one micro-batch.
+    """
+    fixed_pp = len(constraints.stage_layers) if constraints.stage_layers is not None else constraints.pp
+    shapes = []
+    for tp in divisors(world_size):
+        for pp in divisors(world_size // tp):
+            dp = world_size // tp // pp
+            if pp > max_stages or batch % dp or not _allows(constraints.tp, tp) or not _allows(fixed_pp, pp) or not _allows(constraints.dp, dp):
+                continue
+            share = batch // dp
+            for rows in divisors(share) if can_micro_batch else (share,):
+                if _allows(constraints.micro_batch_size, rows):
+                    for schedule in _schedules(constraints, pp):
+                        shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule))
+    zeros = (constraints.zero,) if constraints.zero is not None else (0, 1, 2, 3)
+    recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
+    storings = tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
+    found = {
+        "pp": _values(shape.pp for shape in shapes),
+        "dp": _values(shape.dp for shape in shapes),
+        "tp": _values(shape.tp for shape in shapes),
+        "micro_batch_size": _values(shape.rows for shape in shapes),
+        "schedule": _values(shape.schedule for shape in shapes),
+        "zero": zeros,
+        "recompute": recomputes,
+    }
+    return Space(tuple(shapes), storings, found)
+
+
+def _allows(fixed: int | None, value: int) -> bool:
+    return fixed is None or fixed == value
+
+
+def _schedules(constraints: Constraints, pp: int) -> tuple[str, ...]:
+    if constraints.schedule is not None:
+        return (constraints.schedule,)
+    return ("1f1b", "gpipe") if pp > 1 else ("1f1b",)
+
+
+def _values(items) -> tuple:
+    return tuple(sorted(set(items)))

@@ -1,0 +1,194 @@
+"""Stages from choices: block choices, boundaries and a way of saving memory become the loads of the replay.
+
+A recomputed block keeps what enters it instead of what its operators save, runs its forward pass again before its
+backward pass, and holds what it saves for that moment alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoplan.choose import Chosen, Outline
+from autoplan.layout import Split
+from autoplan.load import Pass, Send, StageLoad, Traffic
+from autoplan.price import LocalGraph
+from autoplan.problem import BlockPoint
+from autoplan.simulate import BUCKET_BYTES, Step
+from costmodel.memory import Widths
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """One block of a pattern under a choice, with and without recomputation."""
+
+    point: BlockPoint
+    enter_bytes: int
+    leave_bytes: int
+    recomputed: bool
+
+    @property
+    def slot_s(self) -> float:
+        return self.point.seconds + (self.point.forward_s if self.recomputed else 0.0)
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.enter_bytes if self.recomputed else self.point.saved_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        return self.point.saved_bytes if self.recomputed else 0
+
+
+class Work:
+    """All blocks of a model under one choice."""
+
+    def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str) -> None:
+        self.outline = outline
+        self.local = local
+        self.chosen = chosen
+        has_layers = any(block.layer for block in outline.graph.blocks)
+        self.loads: Mapping[str, BlockLoad] = {
+            pattern: self._block(pattern, recompute == "full" and (not has_layers or outline.graph.blocks[number].layer))
+            for pattern, number in outline.examples.items()
+        }
+
+    def _block(self, pattern: str, recomputed: bool) -> BlockLoad:
+        enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], self.chosen.boundary)
+        kept = {name: layout for name, layout in enters.items() if self.outline.graph.values[name].requires_grad}
+        size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
+        return BlockLoad(self.chosen.point(pattern), size(kept.items()), size(leaves), recomputed)
+
+    def _bytes(self, name: str, layout: object) -> int:
+        return self.local.num_bytes(name) // (self.local.degree if isinstance(layout, Split) else 1)
+
+    @cached_property
+    def blocks(self) -> tuple[BlockLoad, ...]:
+        """The blocks that take part in a step, in order."""
+        graph = self.outline.graph
+        return tuple(self.loads[graph.blocks[number].pattern] for number in self.outline.blocks)
+
+    def tail_per_byte_s(self, seconds: float) -> np.ndarray:
+        """Seconds of each block's share of what follows the last backward."""
+        return np.array([seconds * block.point.trained_bytes for block in self.blocks])
+
+    def fits(self, step: Step, width: Widths, limit_bytes: int) -> list[np.ndarray]:
+        """fits[j][a, b]: stage j can hold blocks [a, b) (simulate.stage_memory, never below it)."""
+        trained = _spans([b.point.trained_elements for b in self.blocks])
+        frozen = _spans([b.point.parameter_elements - b.point.trained_elements for b in self.blocks])
+        saved = _spans([b.saved_bytes for b in self.blocks])
+        n, zero = step.shards, step.zero if step.shards > 1 else 0
+        states = (
+            width.parameter / (n if zero == 3 else 1)
+            + width.gradient / (n if zero >= 2 else 1)
+            + (width.master + width.optimizer) / (n if zero >= 1 else 1)
+            + (width.parameter / n if zero in (1, 2) and width.master == 0 else 0)
+        )
+        largest = max(b.point.parameter_elements for b in self.blocks) * width.parameter if zero == 3 else 0
+        bucket = BUCKET_BYTES if zero == 0 and step.degree("dp") > 1 else 0
+        received = 2 * max(b.leave_bytes for b in self.blocks) if step.degree("pp") > 1 else 0
+        fixed = largest + bucket + received + max(b.transient_bytes for b in self.blocks) + self.buffer_bytes(0, len(self.outline.graph.blocks))
+        rest = trained * states + frozen * width.parameter / (n if zero == 3 else 1) + fixed
+        stages, m = step.degree("pp"), step.num_micro_batches
+        held = [m if step.schedule == "gpipe" else min(stages - j, m) for j in range(stages)]
+        return [rest + count * saved <= limit_bytes for count in held]
+
+    def buffer_bytes(self, start: int, stop: int) -> int:
+        """Bytes of buffers and constants that graph blocks [start, stop) read."""
+        found = self.outline.buffers.items()
+        return sum(self.local.num_bytes(name) for name, blocks in found if any(start <= number < stop for number in blocks))
+
+    def stage_loads(self, starts: tuple[int, ...]) -> tuple[StageLoad, ...]:
+        """Loads of the stages that begin at graph blocks `starts` (the last entry is the end)."""
+        return tuple(self._stage(j, a, b, starts) for j, (a, b) in enumerate(itertools.pairwise(starts)))
+
+    def _stage(self, index: int, start: int, stop: int, starts: tuple[int, ...]) -> StageLoad:
+        graph = self.outline.graph
+        numbers = [n for n in self.outline.blocks if start <= n < stop]
+        blocks = [self.loads[graph.blocks[n].pattern] for n in numbers]
+        extra = self._repeated(start, stop)
+        forward, backward, recompute = Pass(), Pass(), Pass()
+        traffic: list[Traffic] = []
+        deferred: list[tuple[str, int]] = []
+        for block in blocks:
+            p = block.point
+            once = Pass(p.forward_s - p.forward_move_s, p.forward_move_s)
+            forward, backward = forward.plus(once), backward.plus(Pass(p.backward_s - p.backward_move_s, p.backward_move_s))
+            recompute = recompute.plus(once) if block.recomputed else recompute
+            for use in p.uses:
+                if use.phase == "reduce":
+                    deferred.append(("tp", use.num_bytes))
+                else:
+                    traffic.append(Traffic(use.kind, "tp", use.phase, use.num_bytes))
+                    if use.phase == "forward" and block.recomputed:
+                        traffic.append(Traffic(use.kind, "tp", "backward", use.num_bytes))
+        parameter_bytes = sum(b.point.parameter_bytes for b in blocks)
+        parameter_elements = sum(b.point.parameter_elements for b in blocks)
+        return StageLoad(
+            index=index,
+            first_block=graph.blocks[start].name,
+            last_block=graph.blocks[stop - 1].name,
+            forward=forward,
+            backward=backward,
+            recompute=recompute,
+            sends=self._sends(index, starts),
+            parameter_elements=parameter_elements - extra[0],
+            trained_elements=sum(b.point.trained_elements for b in blocks) - extra[1],
+            parameter_width=max(1, parameter_bytes // max(1, parameter_elements)),
+            units=tuple(b.point.parameter_elements for b in blocks if b.point.parameter_elements),
+            buffer_bytes=self.buffer_bytes(start, stop),
+            saved_bytes=sum(b.saved_bytes for b in blocks),
+            transient_bytes=max(b.transient_bytes for b in blocks) if blocks else 0,
+            flops=sum(b.point.flops for b in blocks),
+            traffic=tuple(traffic),
+            deferred=tuple(deferred),
+            tied_bytes=self._tied_bytes(start, stop),
+        )
+
+    def _sends(self, index: int, starts: tuple[int, ...]) -> tuple[Send, ...]:
+        graph = self.outline.graph
+        stage_of = {n: j for j, (a, b) in enumerate(itertools.pairwise(starts)) for n in range(a, b)}
+        found = []
+        for name, readers in self.outline.crossing.items():
+            if stage_of[self.outline.block_of[graph.producer[name]]] != index:
+                continue
+            num_bytes = self._bytes(name, self.outline.layout(name, self.chosen.boundary))
+            for dst in dict.fromkeys(stage_of[r] for r in readers if stage_of[r] != index):
+                found.append(Send(dst, num_bytes, graph.values[name].requires_grad))
+        return tuple(found)
+
+    def _local_elements(self, name: str) -> int:
+        value = self.outline.graph.values[name]
+        number = self.outline.tied[name][0]
+        rest = self.chosen.point(self.outline.graph.blocks[number].pattern).rests.get(name)
+        count = 1
+        for size in value.spec.shape:
+            count *= size
+        return count // (self.local.degree if isinstance(rest, Split) else 1)
+
+    def _repeated(self, start: int, stop: int) -> tuple[int, int]:
+        """Elements that blocks [start, stop) count more than once because several of them use a parameter."""
+        total = trained = 0
+        for name, blocks in self.outline.tied.items():
+            again = sum(start <= n < stop for n in blocks) - 1
+            if again > 0:
+                total += again * self._local_elements(name)
+                trained += again * self._local_elements(name) * self.outline.graph.values[name].requires_grad
+        return total, trained
+
+    def _tied_bytes(self, start: int, stop: int) -> int:
+        total = 0
+        for name, blocks in self.outline.tied.items():
+            inside = [n for n in blocks if start <= n < stop]
+            if inside and len(inside) < len(blocks) and self.outline.graph.values[name].requires_grad:
+                total += self._local_elements(name) * 4
+        return total
+
+
+def _spans(values: list[int]) -> np.ndarray:
+    ends = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+    return ends[None, :] - ends[:, None]
