@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from runtime import checkpoint
 from runtime.batch import gather_rows
 from runtime.bodies import compile_bodies
 from runtime.compile import compile_block
 from runtime.mesh import Mesh
+from runtime.norm import clip_grad_norm
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
 from runtime.run import Code, Run
 from runtime.schedule import Schedule, forward_only, schedule
+from runtime.state import collect, load
 from runtime.storage import Resident, Storage, materialise
 
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -97,6 +101,31 @@ class Executor:
             loss = self._total_loss(run)
         self.num_steps += 1
         return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients of the model so that their one norm is at most `max_norm`; returns the norm before, on every rank."""
+        with self.mesh.recorder.action("clip", "reduce"), torch.no_grad():
+            return clip_grad_norm(self.trainable, self.mesh, max_norm, norm_type)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Dense parameters and buffers under the model's own names, aliases included, on rank 0; empty on other ranks."""
+        return collect(self.residents, self.mesh, self.program.stage_ranks, lambda r: None if r.stored.kind == "constant" else r.tensor)
+
+    def full_grads(self) -> dict[str, torch.Tensor]:
+        """Dense gradients under the model's own names, aliases included, on rank 0; empty on other ranks."""
+        return collect(self.trainable, self.mesh, self.program.stage_ranks, lambda r: r.tensor.grad)
+
+    def load_full_state_dict(self, dense: Callable[[str], torch.Tensor | None]) -> None:
+        """Fill every parameter and buffer from `dense(name)` (None: not there), each rank its own part. Raises ValueError."""
+        load(self.residents, dense)
+
+    def save(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint that loads under any plan and world size. Raises CheckpointError."""
+        checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, checkpoint.Progress(self.num_steps), optimizer)
+
+    def load(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read a checkpoint. Raises CheckpointError before anything is changed."""
+        self.num_steps = checkpoint.load(path, self.residents, optimizer).num_steps
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients and without writing buffers."""

@@ -77,3 +77,62 @@ def test_one_process_needs_no_group():
     loss, expected, errors = _step(Setup(num_micro_batches=3))
     assert loss == pytest.approx(expected, rel=1e-12)
     assert max(errors.values()) < 1e-12
+
+
+def _train(setups: list[Setup]) -> list[dict[str, float]]:
+    """Relative errors of what is compared with a plain model that is trained alongside."""
+    return [_trained(setup) for setup in setups]
+
+
+def _trained(setup: Setup) -> dict[str, float]:
+    executor, model = make_executor(setup)
+    batch, other = make_batch(setup.num_rows), make_batch(setup.num_rows)
+    other["ids"] = other["ids"].flip(0)
+    own, plain = torch.optim.AdamW(executor.parameters(), lr=1e-2), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    errors: dict[str, float] = {}
+    for norm_type in (2.0, float("inf")):
+        own.zero_grad()
+        plain.zero_grad()
+        for each in (batch, other):  # gradients accumulate over calls
+            executor.step(each)
+            model(**each).backward()
+        found = executor.full_grads()
+        if dist.get_rank() == 0:
+            assert found.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+            errors["grads"] = max(float((found[name] - p.grad).norm() / p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None)
+        norm = executor.clip_grad_norm_(0.05, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+        errors[f"norm {norm_type}"] = float(abs(norm - expected) / expected)
+        own.step()
+        plain.step()
+    state, true = executor.full_state_dict(), dict(model.state_dict())
+    if dist.get_rank() == 0:
+        assert state.keys() == true.keys()
+        errors["weights"] = max(float((state[name] - true[name]).norm() / true[name].norm()) for name in true)
+    else:
+        assert not state
+    errors["evaluate"] = abs(executor.evaluate(batch).item() / model(**batch).item() - 1)
+    for name, found in executor.predict(batch).items():
+        h = h0 = model.embed[batch["ids"]]
+        for layer in model.layers:
+            h = layer(h)
+        errors[name] = float((found - torch.nn.functional.linear(h + h0, model.embed)).norm()) / 10
+    executor.load_full_state_dict(Model(setup.num_layers, dtype=torch.float64).state_dict().get)
+    errors["loaded"] = abs(executor.evaluate(batch).item() / Model(setup.num_layers)(**batch).item() - 1)
+    return errors
+
+
+TRAINED = [
+    Setup(pp=2, dp=2, zero=3, num_rows=10),
+    Setup(pp=2, dp=2, zero=1, num_rows=10),
+    Setup(pp=2, tp=2),
+    Setup(dp=2, tp=2, zero=2),
+    Setup(dp=4, zero=3, zero_group=2),
+    Setup(pp=4),
+]
+
+
+def test_training_equals_the_plain_model():
+    for rank, results in enumerate(run_ranks(_train, 4, TRAINED, timeout_s=200)):
+        for setup, errors in zip(TRAINED, results, strict=True):
+            assert max(errors.values()) < 1e-9, (rank, setup, errors)

@@ -1,0 +1,223 @@
+"""Checkpoints that any plan and world size can load: dense tensors under the model's own names.
+
+    PATH/index.json             version, number of steps, hyperparameters, file and shape of each tensor
+    PATH/model-P-I.safetensors  parameters and buffers of "pp" coordinate P, file I; optimizer state beside them as "name::state"
+
+Everything is written to a folder next to PATH that is renamed at the end: PATH is the old checkpoint or the new one, never
+a part of one. All ranks have to see the same file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from runtime.errors import CheckpointError
+from runtime.mesh import Mesh
+from runtime.state import gather_all, is_first_of_stage, owned
+from runtime.storage import Resident
+
+VERSION = 1
+FILE_BYTES = 2**31
+_SCALAR = "scalars"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a checkpoint says beside its tensors."""
+
+    num_steps: int
+
+
+def save(
+    path: str | os.PathLike,
+    residents: tuple[Resident, ...],
+    mesh: Mesh,
+    stage_ranks: tuple[int, ...],
+    progress: Progress,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Write a checkpoint. All ranks call it; it returns when the checkpoint is in place.
+
+    Raises CheckpointError for optimizer state that is neither of its parameter's shape nor a scalar.
+    """
+    path = Path(path)
+    scratch = path.with_name(f".{path.name}.partial")
+    if mesh.rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    _barrier(mesh)
+    mine = tuple(r for r in owned(residents, mesh, stage_ranks) if r.stored.kind != "constant")
+    entries, scalars = _write(scratch, mine, mesh, optimizer)
+    told: list[Any] = [None] * mesh.world_size
+    if mesh.world_size > 1:
+        dist.all_gather_object(told, (entries, scalars))
+    else:
+        told = [(entries, scalars)]
+    if mesh.rank == 0:
+        index = {
+            "version": VERSION,
+            "num_steps": progress.num_steps,
+            "groups": _hyperparameters(optimizer),
+            "tensors": {name: entry for own, _ in told for name, entry in sorted(own.items())},
+            _SCALAR: {name: value for _, own in told for name, value in sorted(own.items())},
+        }
+        (scratch / "index.json").write_text(json.dumps(index, indent=1))
+        _replace(scratch, path)
+    _barrier(mesh)
+
+
+def _write(folder: Path, mine: tuple[Resident, ...], mesh: Mesh, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, dict], dict[str, Any]]:
+    entries: dict[str, dict] = {}
+    scalars: dict[str, Any] = {}
+    pending: dict[str, torch.Tensor] = {}
+    num_files = 0
+
+    def flush() -> None:
+        nonlocal num_files
+        if pending:
+            save_file(pending, folder / f"model-{mesh.axis('pp').index}-{num_files}.safetensors")
+            pending.clear()
+            num_files += 1
+
+    for name, dense in _named(mine, optimizer, scalars):
+        if not is_first_of_stage(mesh):
+            continue
+        file = f"model-{mesh.axis('pp').index}-{num_files}.safetensors"
+        entries[name] = {"file": file, "shape": list(dense.shape)}
+        pending[name] = dense.to("cpu", copy=True).contiguous()
+        if sum(t.nbytes for t in pending.values()) > FILE_BYTES:
+            flush()
+    flush()
+    return entries, scalars if is_first_of_stage(mesh) else {}
+
+
+def _named(mine: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None, scalars: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint, dense, by name; numbers go to `scalars`."""
+    for resident, dense in gather_all(mine, lambda r: r.tensor):
+        yield resident.stored.fqn, dense
+    for resident in mine if optimizer is not None else ():
+        state = optimizer.state.get(resident.tensor, {}) if optimizer is not None else {}
+        for key, value in state.items():
+            name = f"{resident.stored.fqn}::{key}"
+            if isinstance(value, torch.Tensor) and value.shape == resident.tensor.shape and value.dim() > 0:
+                yield name, resident.gather(value)
+            elif isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+                scalars[name] = {"value": float(value), "dtype": str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__}
+            elif value is not None:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {resident.stored.fqn} has no shape that can be cut again: only elementwise optimizers are saved"
+                )
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:
+    if optimizer is None:
+        return None
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        groups.append({k: v for k, v in plain.items() if v is None or isinstance(v, (bool, int, float, str, list, tuple))})
+    return groups
+
+
+def _replace(scratch: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    scratch.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _barrier(mesh: Mesh) -> None:
+    if mesh.world_size > 1:
+        dist.barrier()
+
+
+class Reader:
+    """A checkpoint on disk: dense tensors by name. Raises CheckpointError where it is missing or damaged."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        try:
+            index = json.loads((self.path / "index.json").read_text())
+            if index["version"] != VERSION:
+                raise CheckpointError(f"{self.path} is of checkpoint version {index['version']}, this program reads {VERSION}")
+            self.progress = Progress(index["num_steps"])
+            self.groups: list[dict[str, Any]] | None = index["groups"]
+            self.tensors: Mapping[str, dict] = index["tensors"]
+            self.scalars: Mapping[str, dict] = index[_SCALAR]
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{self.path} is no checkpoint or a damaged one: {error}") from error
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """The dense tensor called `name` on the CPU; None where there is none."""
+        entry = self.tensors.get(name)
+        if entry is None:
+            return None
+        try:
+            with safe_open(self.path / entry["file"], framework="pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{name!r} cannot be read from {self.path / entry['file']}: {error}") from error
+
+    def state_of(self, fqn: str) -> dict[str, str]:
+        """State keys of a parameter, with the names under which they are kept."""
+        prefix = f"{fqn}::"
+        return {name.removeprefix(prefix): name for name in (*self.tensors, *self.scalars) if name.startswith(prefix)}
+
+
+def load(path: str | os.PathLike, residents: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None = None) -> Progress:
+    """Read a checkpoint into the tensors at rest and the optimizer's state, cut as they lie here.
+
+    Raises CheckpointError, before anything is changed, where it is damaged, of another model, or without the state asked for.
+    """
+    reader = Reader(path)
+    values: list[tuple[Resident, torch.Tensor]] = []
+    states: list[tuple[Resident, dict[str, Any]]] = []
+    if optimizer is not None and reader.groups is None:
+        raise CheckpointError(f"{path} was saved without an optimizer: load it without one, or save with optimizer=")
+    for resident in residents:
+        if resident.stored.kind == "constant":
+            continue
+        name = next((n for n in (resident.stored.fqn, *resident.stored.aliases) if n in reader.tensors), None)
+        if name is None or tuple(reader.tensors[name]["shape"]) != resident.stored.spec.shape:
+            found = f"it has shape {reader.tensors[name]['shape']} there" if name else "it is not there"
+            raise CheckpointError(f"{path} does not fit this model: {resident.stored.fqn} should be {resident.stored.spec.shape}, {found}")
+        dense = reader.get(name)
+        assert dense is not None
+        values.append((resident, resident.cut(dense).to(resident.tensor.device)))
+        if optimizer is not None and resident.stored.requires_grad and resident.stored.kind == "parameter":
+            states.append((resident, _read_state(reader, resident, name)))
+    with torch.no_grad():
+        for resident, local in values:
+            resident.local().copy_(local)
+    if optimizer is not None:
+        for resident, state in states:
+            optimizer.state[resident.tensor] = state
+        for group, kept in zip(optimizer.param_groups, reader.groups or (), strict=False):
+            group.update(kept)
+    return reader.progress
+
+
+def _read_state(reader: Reader, resident: Resident, fqn: str) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key, name in reader.state_of(fqn).items():
+        dense = reader.get(name)
+        if dense is not None:
+            state[key] = resident.like(resident.cut(dense).to(resident.tensor.device))
+        else:
+            entry = reader.scalars[name]
+            dtype = getattr(torch, entry["dtype"].removeprefix("torch."), None) if entry["dtype"].startswith("torch.") else None
+            state[key] = torch.tensor(entry["value"], dtype=dtype) if dtype else (int if entry["dtype"] == "int" else float)(entry["value"])
+    return state
