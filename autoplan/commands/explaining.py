@@ -7,13 +7,12 @@ from pathlib import Path
 from autoplan.commands.console import note, say, write_whole
 from autoplan.errors import UsageError
 from autoplan.plan import Plan
-from autoplan.planfile import load
 
 
 def explain_command(path: Path, form: str, output: Path | None) -> None:
     if form not in ("text", "json", "html", "trace"):
         raise UsageError(f"--format {form}: expected text, json, html or trace")
-    text = rendered(load(path), form)
+    text = rendered(Plan.load(path), form)
     if output is None:
         say(text.rstrip("\n"))
     else:
@@ -24,9 +23,9 @@ def explain_command(path: Path, form: str, output: Path | None) -> None:
 def rendered(plan: Plan, form: str) -> str:
     """The plan as text, JSON, HTML or trace, with a newline at its end."""
     if form == "json":
-        from autoplan.planfile import to_json
+        from autoplan.planfile import dumps
 
-        return to_json(plan).rstrip("\n") + "\n"
+        return dumps(plan).rstrip("\n") + "\n"
     if form == "html":
         from autoplan.report import html
 

@@ -96,9 +96,8 @@ def _cluster_lines(cluster: Cluster) -> list[str]:
     lines = [f"{cluster.name}: {cluster.num_devices} devices"]
     for group in cluster.groups:
         device = group.device
-        lines.append(
-            f"  {group.num_nodes} x {group.devices_per_node} {device.name}, {num_bytes(device.memory_bytes)} each, peak {count(device.peak('float32'), 'FLOP/s')} in float32"
-        )
+        each = f"{num_bytes(device.memory_bytes)} each, peak {count(device.peak('float32'), 'FLOP/s')} in float32"
+        lines.append(f"  {group.num_nodes} x {group.devices_per_node} {device.name}, {each}")
         if group.contention > 1:
             lines.append(f"  {group.devices_per_node} ranks share {group.cores_per_node:g} cores: compute takes {group.contention:.2f} times as long")
         lines += [f"  {t.name}: {t.port_bytes_per_s / 1e9:g} GB/s a direction, {seconds(t.latency_s)}, joins {t.domain} devices" for t in group.tiers]

@@ -15,7 +15,7 @@ from autoplan.errors import UsageError
 from autoplan.explain import explain
 from autoplan.modelsource import DEFAULT_GLOBAL_BATCH, BatchSizes, Source, load
 from autoplan.plan import Plan
-from autoplan.planfile import to_json
+from autoplan.planfile import dumps
 from costmodel.cluster import Cluster
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "tb": 10**12}
@@ -41,8 +41,8 @@ def plan_command(
     plan = plan_for(source, found, constraints, optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
     plan = replace(plan, alternatives=plan.alternatives[: top - 1])
     if output is not None:
-        write_whole(output, to_json(plan))
-    say(to_json(plan).rstrip() if as_json else explain(plan))
+        write_whole(output, dumps(plan))
+    say(dumps(plan).rstrip() if as_json else explain(plan))
     if output is not None:
         note(f"plan: {output}\nreport: autoplan explain {output} --format html -o report.html")
 

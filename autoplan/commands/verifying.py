@@ -1,0 +1,117 @@
+"""`autoplan verify`: a shrunk model under a plan's degrees, against one process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoplan.api import find_plan
+from autoplan.commands.console import note, say, working
+from autoplan.commands.listing import table
+from autoplan.constraints import Constraints
+from autoplan.errors import UsageError
+from autoplan.explain import degrees
+from autoplan.launch import run_ranks
+from autoplan.modelsource import BatchSizes, Source, load
+from autoplan.parallel import parallelize
+from autoplan.plan import Plan
+from autoplan.planfile import dumps, loads
+from autoplan.shrink import shrunk
+
+TOLERANCE = 1e-5  # relative L2 of every tensor, fp32
+ZERO_SHARE = 1e-4  # a gradient below this share of the global norm is measured against it
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Differences between the plan and one process."""
+
+    loss: float
+    plain_loss: float
+    num_tensors: int
+    worst_name: str
+    worst_error: float
+    missing: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        loss_error = abs(self.loss - self.plain_loss) / max(abs(self.plain_loss), 1e-30)
+        return not self.missing and loss_error <= TOLERANCE and self.worst_error <= TOLERANCE
+
+
+def verify_command(model: str, path: Path | None, ranks: int) -> int:
+    if ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, found {ranks}")
+    wanted = Plan.load(path) if path is not None else None
+    constraints, used = _constraints(wanted, ranks)
+    with working(f"building {model}"):
+        source = load(model, BatchSizes())
+        rows = 2 * (constraints.dp or ranks) * (constraints.pp or 1)
+        small = shrunk(source, tp=constraints.tp or ranks, pp=constraints.pp or 1, rows=rows)
+    with working("planning"):
+        plan = find_plan(small.model, small.batch, f"cpu:1x{used}", constraints)
+    if wanted is not None and wanted.axes != plan.axes:
+        note(f"the plan's degrees, {degrees(wanted)}, were reduced to fit {ranks} ranks")
+    with working(f"running {used} ranks and one process"):
+        outcome = compare(small, plan, used)
+    say(f"{model}, shrunk to {sum(p.numel() for p in small.model.parameters()):,} parameters, under {degrees(plan)}")
+    rows_out = [("", "plan", "one process", "relative difference")]
+    rows_out.append(("loss", f"{outcome.loss:.7f}", f"{outcome.plain_loss:.7f}", f"{abs(outcome.loss / outcome.plain_loss - 1):.1e}"))
+    rows_out.append((f"worst of {outcome.num_tensors} gradients", outcome.worst_name, "", f"{outcome.worst_error:.1e}"))
+    say(table(rows_out))
+    for name in outcome.missing:
+        say(f"no gradient under the plan: {name}")
+    say(f"equal to {TOLERANCE:g}: {'yes' if outcome.passed else 'NO'}")
+    return 0 if outcome.passed else 1
+
+
+def compare(source: Source, plan: Plan, ranks: int) -> Outcome:
+    """Loss and every gradient of one step under `plan` and in this process."""
+    loss, grads = run_ranks(_step, ranks, source.model, source.batch, dumps(plan), timeout_s=_TIMEOUT_S)[0]
+    plain_loss, plain = _plain_step(source)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in plain.values()))
+    errors = {name: _error(grads[name], g, norm) for name, g in plain.items() if name in grads}
+    worst = max(errors, key=lambda name: errors[name], default="")
+    missing = tuple(name for name in plain if name not in grads)
+    return Outcome(loss, plain_loss, len(plain), worst, errors.get(worst, 0.0), missing)
+
+
+def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
+    """The plan's degrees, reduced axis by axis (never to 1 while another is larger) until they fit."""
+    if wanted is None:
+        return Constraints(), ranks
+    sizes = {axis: wanted.degree(axis) for axis in ("tp", "pp", "dp")}
+    while math.prod(sizes.values()) > ranks:
+        largest = max(sizes, key=lambda axis: sizes[axis])
+        smaller = max(d for d in range(1, sizes[largest]) if sizes[largest] % d == 0)
+        sizes[largest] = smaller
+    schedule = wanted.schedule if sizes["pp"] > 1 else None
+    return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"], zero=wanted.zero if sizes["dp"] > 1 else None, schedule=schedule), math.prod(
+        sizes.values()
+    )
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor, global_norm: float) -> float:
+    scale = max(float(wanted.double().norm()), ZERO_SHARE * global_norm, 1e-30)
+    return float((found.double() - wanted.double()).norm()) / scale
+
+
+def _plain_step(source: Source) -> tuple[float, dict[str, torch.Tensor]]:
+    model, batch = source.model, source.batch
+    output = model(**batch) if isinstance(batch, dict) else model(*batch)
+    loss = output if isinstance(output, torch.Tensor) else output["loss"]
+    loss.backward()
+    grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return float(loss), grads
+
+
+def _step(model: torch.nn.Module, batch: Any, plan: str) -> tuple[float, dict[str, torch.Tensor]]:
+    parallel = parallelize(model, batch, plan=loads(plan))
+    loss = parallel.forward_backward(batch)
+    return float(loss), parallel.full_grads()
