@@ -253,6 +253,7 @@ class Searcher:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
             self.task.optimizer, self.task.precision, tuple(range(shape.pp)),
+            self.task.cluster.device().kind == "cuda",
         )  # fmt: skip
 
     def _work_out(self, shape: Shape, storings: tuple[Storing, ...], best_s: float) -> list[Result]:

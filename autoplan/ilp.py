@@ -26,8 +26,11 @@ later in one process, so it is always 1; a run that ends at its time limit repor
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from autoplan.errors import AutoplanError
 from autoplan.layout import VARY, WHOLE, Layout, Split
@@ -279,6 +282,7 @@ def _run(model: _Model, name: str, time_limit_s: float | None) -> tuple[list[flo
     solver = pulp.HiGHS(msg=False, threads=1, gapRel=1e-7, timeLimit=time_limit_s)
     if not solver.available():
         raise AutoplanError("the HiGHS solver is not installed: pip install highspy")
+    _quiet_start()
     try:
         program.solve(solver)
     except pulp.PulpSolverError as error:
@@ -290,3 +294,19 @@ def _run(model: _Model, name: str, time_limit_s: float | None) -> tuple[list[flo
     assert program.solverModel is not None
     bound = float(program.solverModel.getInfo().mip_dual_bound)
     return [float(v.varValue or 0.0) for v in variables], bound / scale + model.offset
+
+
+@cache
+def _quiet_start() -> None:
+    """Make the first HiGHS object of the process, which prints a banner on the C library's standard output, unheard."""
+    import highspy
+
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        highspy.Highs()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoplan.forecast import CollectiveUse, Forecast
 
@@ -100,3 +101,28 @@ class Plan:
     @property
     def collectives(self) -> tuple[CollectiveUse, ...]:
         return self.forecast.collectives
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON (autoplan/planfile.py); the previous file stays until the new one is complete."""
+        from autoplan.planfile import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file. Raises StalePlanError where it is damaged or of another version."""
+        from autoplan.planfile import load
+
+        return load(path)
+
+    def diff(self, other: Plan) -> str:
+        """What differs, a line each; empty where the plans are equal."""
+        from autoplan.planfile import diff
+
+        return diff(self, other)
+
+    def explain(self) -> str:
+        """Why this plan: its reasons, its runners-up, its memory and traffic, as text."""
+        from autoplan.explain import explain
+
+        return explain(self)

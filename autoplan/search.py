@@ -176,7 +176,7 @@ def parts_of(result: Result) -> dict[str, float]:
     stage = max(range(len(result.loads)), key=lambda j: result.loads[j].slot_s)
     load, time = result.loads[stage], result.times[stage]
     passes = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s)
-    return {
+    found = {
         "operators": m * (load.forward.compute_s + load.backward.compute_s),
         "tensor collectives": m * (load.forward.collective_s + load.backward.collective_s),
         "recomputation": m * load.recompute.seconds,
@@ -184,6 +184,7 @@ def parts_of(result: Result) -> dict[str, float]:
         "idle times of the pipeline": max(0.0, result.step_s - passes - time.tail_s),
         "gradient sums and optimizer": time.tail_s,
     }
+    return {name: spent if spent > 1e-9 * result.step_s else 0.0 for name, spent in found.items()}
 
 
 def _reasons(best: Result, outcome: Outcome) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ g and r those of the largest unit,
 
     gathered forward   = g + max(F, G)                              ZeRO-1, -2: micro-batch 0;  ZeRO-3: every one
     reduced backward   = max(B, R) + r                              ZeRO-1: the last;  ZeRO-2: every one
-    ZeRO-3 backward    = g + max(B, G + R) + r
+    ZeRO-3 backward    = g + max(B, G + R) + r                      on CPUs, which do both: the sums instead
 
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets), "tp" (deferred) and tied stages, the optimizer. The step
 ends with the slowest rank. Memory of a rank = states at rest (costmodel/memory.py) + saved activations x micro-batches held, as
@@ -34,6 +34,7 @@ from costmodel.opkey import RankGroup
 from runtime.schedule import Action, schedule
 
 BUCKET_BYTES = 25 * 2**20  # of deferred gradient sums, as the executor cuts them
+MAX_EVENTS = 2000  # kept of a step, so that plan files stay small
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Step:
     optimizer: str
     precision: str | None
     stage_ranks: tuple[int, ...]
+    overlap: bool = True  # transfers run beside compute (GPU copy engines); False on CPUs, whose cores do both
 
     def degree(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
@@ -108,13 +110,13 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         gathers = [pricer.collective("all_gather", unit * width.parameter, shards) for unit in load.units]
         scatters = [pricer.collective("reduce_scatter", int(unit * share) * width.gradient, shards) for unit in load.units]
         g_all, r_all, g, r = sum(gathers), sum(scatters), max(gathers, default=0.0), max(scatters, default=0.0)
-        first_s = g + max(first_s, g_all)
-        last_s = max(backward_s, r_all) + r
+        first_s = _beside(step, first_s, g_all, g)
+        last_s = _beside(step, backward_s, r_all, r)
         if step.zero >= 2:
             backward_s = last_s
         if step.zero == 3:
-            forward_s = g + max(forward_s, g_all)
-            backward_s = last_s = g + max(load.backward.seconds + load.recompute.seconds, g_all + r_all) + r
+            forward_s = _beside(step, forward_s, g_all, g)
+            backward_s = last_s = _beside(step, load.backward.seconds + load.recompute.seconds, g_all + r_all, g + r)
         if step.shards < dp:
             replicas = RankGroup(dp // step.shards, group.stride * step.shards, 0, group.concurrent * step.shards)
             tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
@@ -127,6 +129,11 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp"))))
     tail.append(("optimizer", "compute", pricer.prices.optimizer_s(-(-trained // step.shards), step.optimizer, float(width.total))))
     return Durations(forward_s, first_s, backward_s, last_s, tuple(tail))
+
+
+def _beside(step: Step, compute_s: float, moved_s: float, exposed_s: float) -> float:
+    """Compute with parameters or gradients moving beside it, `exposed_s` of it before or after."""
+    return exposed_s + max(compute_s, moved_s) if step.overlap else compute_s + moved_s
 
 
 def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup) -> float:
@@ -273,7 +280,7 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
                 forward_s=time.forward_s,
                 backward_s=time.backward_s,
                 busy_s=line.busy_s[rank] + tails[rank],
-                idle_s=max(0.0, step_s - line.busy_s[rank] - tails[rank]),
+                idle_s=_idle(step_s, line.busy_s[rank] + tails[rank]),
                 flops=load.flops * passes * m,
                 memory=stage_memory(load, step, line.held[load.index], received_bytes(loads, load.index)),
                 memory_limit_bytes=pricer.prices.memory_limit_bytes(rank * step.degree("dp") * step.degree("tp")),
@@ -286,7 +293,7 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
         peak_memory_bytes=max(f.memory.total for f in forecasts),
         tokens_per_s=model.tokens / step_s if step_s else 0.0,
         mfu=3 * model.flops / (step_s * peak) if step_s and peak else 0.0,
-        bubble=sum(step_s - busy - tail for busy, tail in zip(line.busy_s, tails, strict=True)) / (step_s * len(tails)) if step_s else 0.0,
+        bubble=sum(_idle(step_s, busy + tail) for busy, tail in zip(line.busy_s, tails, strict=True)) / (step_s * len(tails)) if step_s else 0.0,
         split_share=model.split_share,
         stages=tuple(forecasts),
         collectives=collective_uses(loads, step),
@@ -294,6 +301,11 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
         source=pricer.prices.source,
         assumptions=pricer.prices.assumptions(),
     )
+
+
+def _idle(step_s: float, busy_s: float) -> float:
+    idle_s = step_s - busy_s
+    return idle_s if idle_s > 1e-9 * step_s else 0.0  # sums of the same terms in another order
 
 
 def collective_uses(loads: tuple[StageLoad, ...], step: Step) -> tuple[CollectiveUse, ...]:
@@ -338,17 +350,19 @@ def _events(line: Timeline, times: tuple[Durations, ...], step: Step) -> tuple[E
     events = [
         Event(
             step.stage_ranks[a.stage] * stride, "compute", f"{a.kind} {a.stage}.{a.micro_batch}", "forward" if a.kind == "F" else "backward",
-            start, end, a.stage, a.micro_batch,
+            round(start, 9), round(end, 9), a.stage, a.micro_batch,
         )
         for a, start, end in line.actions
     ]  # fmt: skip
     for src, dst, k, kind, start, end in line.transfers:
-        events.append(Event(step.stage_ranks[src] * stride, "pp", f"send {kind} {src}>{dst}.{k}", "transfer", start, end, src, k))
+        events.append(Event(step.stage_ranks[src] * stride, "pp", f"send {kind} {src}>{dst}.{k}", "transfer", round(start, 9), round(end, 9), src, k))
     for stage, time in enumerate(times):
         rank = step.stage_ranks[stage]
         at = line.end_s[rank]
         for name, stream, seconds in time.tail:
             kind = "optimizer" if name == "optimizer" else "reduce"
-            events.append(Event(rank * stride, stream, name, kind, at, at + seconds, stage))
+            events.append(Event(rank * stride, stream, name, kind, round(at, 9), round(at + seconds, 9), stage))
             at += seconds
+    if len(events) > MAX_EVENTS:  # the beginning of the step tells how the rest goes
+        events = sorted(events, key=lambda e: (e.start_s, e.rank, e.name))[:MAX_EVENTS]
     return tuple(sorted(events, key=lambda e: (e.rank, e.start_s, e.stream, e.name)))
