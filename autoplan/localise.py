@@ -63,6 +63,8 @@ def localise(op: Op, local_shape_of: Callable[[str], Shape]) -> Instr:
         return replace(local, target="aten.reshape.default", args=(instr.args[0], shapes[0]), kwargs=())
     dense = instr.outputs[0].spec
     assert dense is not None
+    if packet == "aten.expand_as":
+        return replace(local, target="aten.expand.default", args=(instr.args[0], shapes[0]), kwargs=())
     changes = rewrite(_Local(packet, args, dense.shape, inputs, shapes))
     given = tuple(changes.get(name, arg) for (name, _), arg in zip(names, instr.args, strict=False))
     missing = [name for name in changes if name not in args]
@@ -143,7 +145,7 @@ _AS_RESHAPE = frozenset({"aten.squeeze", "aten.view_as", "aten.reshape_as"})
 _RESHAPES = _AS_RESHAPE | {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.unflatten"}
 
 _REWRITES: Mapping[str, Callable[[_Local], Changes]] = {
-    **dict.fromkeys(_AS_RESHAPE, _nothing),
+    **dict.fromkeys((*_AS_RESHAPE, "aten.expand_as"), _nothing),
     **{f"aten.{name}": _size for name in ("view", "_unsafe_view", "expand", "broadcast_to", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")},
     "aten.reshape": _shape,
     "aten.unflatten": _unflatten,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,18 +25,20 @@ class _Indices:
     ascending: bool = False
 
 
-def random_operands(instr: Instr, inputs: tuple[TensorSpec, ...], seed: int, *, positive: bool = False) -> list[torch.Tensor]:
-    """One tensor for each operand of `instr`, by specs. Floats are normal, or in [0.5, 1.5) where `positive`."""
+Domain = Literal["normal", "unit", "large"]
+DOMAINS: tuple[Domain, ...] = ("normal", "unit", "large")
+
+
+def random_operands(instr: Instr, inputs: tuple[TensorSpec, ...], seed: int, domain: Domain = "normal") -> list[torch.Tensor]:
+    """One tensor for each operand of `instr`, by specs. Floats are normal, or uniform in [0.05, 0.95) or [1.05, 1.95)."""
     generator = torch.Generator().manual_seed(seed)
     ranges = _index_ranges(instr, inputs)
     made = []
     for i, spec in enumerate(inputs):
         if spec.dtype in FLOATS:
-            x = (
-                torch.rand(spec.shape, generator=generator, dtype=torch.float64) + 0.5
-                if positive
-                else torch.randn(spec.shape, generator=generator, dtype=torch.float64)
-            )
+            draw = torch.randn if domain == "normal" else torch.rand
+            x = draw(spec.shape, generator=generator, dtype=torch.float64)
+            x = x if domain == "normal" else x * 0.9 + (0.05 if domain == "unit" else 1.05)
         elif spec.dtype == "bool":
             x = torch.rand(spec.shape, generator=generator) < 0.6
         else:
@@ -71,13 +74,15 @@ def _index_ranges(instr: Instr, inputs: tuple[TensorSpec, ...]) -> Mapping[int, 
         return {1: _Indices(classes, ignored=int(call.get("ignore_index", -100)))}
     if name == "one_hot":
         return {0: _Indices(int(call.get("num_classes", 2)))}
+    if name == "experts":
+        return {1: _Indices(int(call.args["num_experts"]))}  # type: ignore[arg-type]
     if name == "index":
         return _positions(call)
     if name in ("_grouped_mm", "grouped_mm_fallback") and len(inputs) > 2:
-        return {2: _Indices(inputs[0].shape[0], ascending=True)}
-    dim, shape = call.args.get("dim"), inputs[0].shape
-    if call.has("index") and isinstance(dim, int) and shape:
-        return {next(iter(call.at["index"])): _Indices(shape[dim])}
+        return {2: _Indices(call.inputs[0].shape[:1][-1], ascending=True)}
+    dim, sizes = call.args.get("dim"), list(call.inputs[0].shape)
+    if call.has("index") and isinstance(dim, int) and sizes:
+        return {call.at["index"][0]: _Indices(sizes[dim])}
     return {}
 
 

@@ -30,7 +30,7 @@ from autoplan.graph import Graph, Loop, Op, Option, Value, options
 from autoplan.layout import PARTIAL, Split
 from autoplan.localise import localise
 from autoplan.lockstep import run_lockstep
-from autoplan.operands import FLOATS, random_operands
+from autoplan.operands import DOMAINS, FLOATS, random_operands
 from autoplan.shards import Differs, Dims, addends, cut, distance, joined, joined_grad, window
 from autoplan.variants import AxisAssignment, Emitter, Rows, substitute
 from runtime.call import decode, resolve
@@ -258,15 +258,19 @@ class _Simulation:
         return tuple(_in_fp64(instr) for instr in emitter.pieces[0])
 
     def _dense(self) -> tuple[_Result, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        """The dense operator's result, its operands and cotangents; operands are positive where others give no number."""
+        """The dense operator's result, its operands and cotangents; operands come from a domain where it gives numbers."""
         instr = _in_fp64(self.op.instr)
         specs = tuple(self.graph.values[name].spec for name in self.op.operands)
         seed = zlib.crc32(instr.target.encode())
-        for positive in (False, True):
-            operands = dict(zip(self.op.operands, random_operands(self.op.instr, specs, seed, positive=positive), strict=True))
-            plain = self._evaluate(lambda env: [self._call(instr, env, None)], operands, {}, None)
-            finite = all(bool(y.isfinite().all()) for y in plain.outputs.values() if y.is_floating_point())
-            if finite:
+        for domain in DOMAINS:
+            operands = dict(zip(self.op.operands, random_operands(self.op.instr, specs, seed, domain), strict=True))
+            try:
+                plain = self._evaluate(lambda env: [self._call(instr, env, None)], operands, {}, None)
+            except RuntimeError:  # outside of its domain some operators refuse
+                if domain == DOMAINS[-1]:
+                    raise
+                continue
+            if all(bool(y.isfinite().all()) for y in plain.outputs.values() if y.is_floating_point()):
                 break
         generator = torch.Generator().manual_seed(seed + 1)
         cotangents = {

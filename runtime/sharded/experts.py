@@ -40,7 +40,7 @@ def experts(
     tokens = slots // ids.shape[1]
     counts = torch.bincount(flat[slots], minlength=num_local).tolist()
     parts = [_expert(part, gate_up[e], down[e], act) for e, part in enumerate(x[tokens].split(counts))]
-    return torch.zeros_like(x).index_add(0, tokens, torch.cat(parts) * weights.reshape(-1)[slots].unsqueeze(1))
+    return x.new_zeros(x.shape[0], down.shape[1]).index_add(0, tokens, torch.cat(parts) * weights.reshape(-1)[slots].unsqueeze(1))
 
 
 def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, act: str) -> torch.Tensor:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from autoplan.canonical.trace import infer
 from autoplan.factors import annotate
 from autoplan.graph import Graph, Op, Value
 from autoplan.rules.registry import DEFAULT, Registry
+from runtime.call import decode, dtype_of, resolve, spec_of
 from runtime.instr import Arg, Dtype, Instr, Output, Ref, TensorSpec
 
 
@@ -50,7 +53,7 @@ def single(target: str, *args: Any, registry: Registry = DEFAULT, sequence: bool
 
     frozen = tuple(freeze(arg) for arg in args)
     named = tuple((key, freeze(arg)) for key, arg in kwargs.items())
-    found = infer(target, frozen, named, specs)
+    found = _results(target, frozen, named, specs)
     outputs = tuple(Output(f"y{i}", spec) for i, spec in enumerate(found))
     op = Op(Instr(outputs, target, frozen, named, sequence or len(outputs) > 1), (), (), "", "", 0, (), random=random)
     reaches = any(grads.values()) and target != "aten.detach.default"
@@ -58,6 +61,15 @@ def single(target: str, *args: Any, registry: Registry = DEFAULT, sequence: bool
     values |= {o.name: Value(o.name, o.spec, "activation", (), reaches and o.spec.dtype.startswith("float")) for o in outputs if o.spec is not None}
     values, ops, sizes, factor = annotate(values, (op,), ("x0",) if batch else (), registry)
     return Graph("single", values, ops, (), sizes, factor, None, tuple(o.name for o in outputs), (), "")
+
+
+def _results(target: str, args: Any, kwargs: Any, specs: dict[str, TensorSpec]) -> tuple[TensorSpec | None, ...]:
+    try:
+        return infer(target, args, kwargs, specs)
+    except NotImplementedError:  # data-dependent inside: run it
+        env = {name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype)) for name, spec in specs.items()}
+        cpu = torch.device("cpu")
+        return (spec_of(resolve(target)(*(decode(a, env, cpu) for a in args), **{k: decode(a, env, cpu) for k, a in kwargs})),)
 
 
 __all__ = ["Dtype", "T", "bools", "ints", "single", "t"]

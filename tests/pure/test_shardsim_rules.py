@@ -138,6 +138,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("runtime.attention", (t(2, 8, 6, 8), t(2, 4, 6, 8), t(2, 4, 6, 8), None, 0.3, False, None, True, "a"), {"random": True}, "b0 g r s"),
     ("runtime.dropout", (t(4, 6, 8), 0.4, "d"), {"random": True}, "d0 d1 d2"),
     ("runtime.scale_by_count", (t(4, 6), 24), {"batch": True}, "d0 d1 partial:0"),
+    ("runtime.experts", (t(8, 6), ints(8, 2), t(8, 2), t(4, 16, 6), t(4, 6, 8), "silu", 4), {}, "t e f"),
     ("aten.conv1d.default", (t(4, 6, 12), t(8, 6, 3), t(8), (1,), (1,)), {}, "n o"),
     ("aten.conv2d.default", (t(4, 6, 12, 12), t(8, 6, 3, 3), None, (2, 2), (1, 1)), {}, "n c o partial:0 partial:1"),
     ("aten.conv2d.default", (t(4, 6, 8, 8), t(12, 3, 3, 3), t(12), (1, 1), (1, 1), (1, 1), 2), {}, "n g o partial:0,2"),
@@ -169,7 +170,114 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("aten.new_full.default", (t(3), (4, 6), 1.0), {}, "d0 d1"),
 ]
 
-MISSING: list[str] = []  # rules whose operator no call here reaches, and why
+
+def _elementwise() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    x, y, n, b = t(4, 6), t(4, 1), ints(4, 6), bools(4, 6)
+    one = ["relu6", "selu", "celu", "hardtanh", "hardswish", "hardsigmoid", "log_sigmoid", "mish", "softplus"]
+    one += ["softshrink", "hardshrink", "square", "absolute", "fix"]
+    calls: list[tuple[str, tuple[Any, ...]]] = [(f"aten.{name}.default", (x,)) for name in one]
+    calls += [(f"aten.{name}.default", (x,)) for name in ("alias", "contiguous", "lift_fresh", "lift_fresh_copy", "negative", "ones_like")]
+    calls += [(f"aten.{name}.default", (x,)) for name in ("isfinite", "isnan", "isinf", "isreal")]
+    calls += [(f"aten.{name}.Tensor", (x, y)) for name in ("true_divide", "multiply", "subtract", "divide")]
+    calls += [(f"aten.{name}.Tensor", (x, y)) for name in ("greater", "greater_equal", "less", "less_equal", "not_equal")]
+    calls += [(f"aten.{name}.Tensor", (b, bools(6))) for name in ("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor")]
+    calls += [(f"aten.{name}.default", (b, bools(6))) for name in ("logical_and", "logical_or", "logical_xor")]
+    calls += [("aten.logical_not.default", (b,)), ("aten.bitwise_not.default", (b,)), ("aten.type_as.default", (n, T((2,), grad=False)))]
+    calls += [("aten.where.ScalarOther", (b, x, 0.0)), ("aten.where.ScalarSelf", (b, 0.0, x)), ("aten.where.Scalar", (b, 1.0, 0.0))]
+    calls += [("aten.threshold.default", (x, 0.1, 0.0)), ("aten.clip.default", (x, -0.5, 0.5)), ("aten.float_power.Tensor_Scalar", (x, 2))]
+    calls += [("aten.max.other", (x, y)), ("aten.min.other", (x, y)), ("aten.floor_divide.Scalar", (n, 2))]
+    return [(target, args, {}, "d0 d1") for target, args in calls]
+
+
+def _reductions() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    x = t(4, 6)
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("aten.amin.default", (x, (1,)), "d0"),
+        ("aten.aminmax.default", (x,), ""),
+        ("aten.argmin.default", (x, 1), "d0"),
+        ("aten.std.correction", (x, (1,)), "d0"),
+        ("aten.var_mean.correction", (x, (1,)), "d0"),
+        ("aten.std_mean.correction", (x, (1,)), "d0"),
+        ("aten.norm.ScalarOpt_dim", (x, 2, (1,)), "d0"),
+        ("aten.all.dim", (bools(4, 6), 1), "d0"),
+        ("aten.median.dim", (x, 1), "d0"),
+        ("aten.max.default", (x,), ""),
+        ("aten.min.default", (x,), ""),
+        ("aten.min.dim", (x, 1), "d0"),
+        ("aten.count_nonzero.dim_IntList", (n := ints(4, 6), (1,)), "d0"),
+        ("aten._log_softmax.default", (x, 1, False), "d0"),
+        ("aten.cumprod.default", (x, 1), "d0"),
+        ("aten.logcumsumexp.default", (x, 1), "d0"),
+        ("aten.one_hot.default", (n, 8), "b0 b1"),
+    ]
+    return [(target, args, {}, wanted) for target, args, wanted in calls]
+
+
+def _shapes() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    x = t(4, 6, 8)
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("aten.view_as.default", (x, T((24, 8), grad=False)), "d0 d1 d2"),
+        ("aten.reshape_as.default", (x, T((24, 8), grad=False)), "d0 d1 d2"),
+        ("aten.swapaxes.default", (x, 0, 2), "d0 d1 d2"),
+        ("aten.swapdims.default", (x, 0, 2), "d0 d1 d2"),
+        ("aten.numpy_T.default", (x,), "d0 d1 d2"),
+        ("aten.expand_as.default", (t(6, 1), T((4, 6, 8), grad=False)), ""),
+        ("aten.broadcast_to.default", (t(6, 1), (4, 6, 8)), "d0 d1 d2"),
+        ("aten.concat.default", ((x, t(4, 2, 8)), 1), "d0 d2"),
+        ("aten.tensor_split.sections", (x, 3, 1), "d0 d2"),
+        ("aten.unsafe_split.Tensor", (x, 2, 1), "d0 r d2"),
+        ("aten.unsafe_chunk.default", (x, 3, 1), "d0 r d2"),
+        ("aten.broadcast_tensors.default", ((t(4, 6), t(6)),), "d0 d1"),
+        ("aten.ones.default", ((4, 6),), "d0 d1"),
+        ("aten.new_ones.default", (t(3), (4, 6)), "d0 d1"),
+    ]
+    return [(target, args, {}, wanted) for target, args, wanted in calls]
+
+
+def _spatial() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    line, picture, body = t(4, 6, 8), t(4, 6, 8, 8), t(4, 6, 4, 4, 4)
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("aten.conv3d.default", (body, t(8, 6, 3, 3, 3)), "n c o"),
+        ("aten.conv_transpose1d.default", (line, t(6, 10, 2)), "n c o"),
+        ("aten.conv_transpose3d.input", (body, t(6, 10, 2, 2, 2)), "n c o"),
+        *((f"aten.{kind}_pool1d.default", (line, (2,)), "d0 d1") for kind in ("max", "avg", "adaptive_avg", "adaptive_max")),
+        *((f"aten.{kind}_pool3d.default", (body, (2, 2, 2)), "d0 d1") for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "_adaptive_avg")),
+        ("aten._adaptive_avg_pool2d.default", (picture, (2, 2)), "d0 d1"),
+        ("aten.adaptive_max_pool2d.default", (picture, (2, 2)), "d0 d1"),
+        ("aten.max_pool3d_with_indices.default", (body, (2, 2, 2)), "d0 d1"),
+        ("aten.upsample_nearest1d.vec", (line, None, (2.0,)), "d0 d1"),
+        ("aten.upsample_nearest3d.vec", (body, None, (2.0, 2.0, 2.0)), "d0 d1"),
+        ("aten.upsample_bicubic2d.vec", (picture, None, False, (2.0, 2.0)), "d0 d1"),
+        ("aten._upsample_nearest_exact2d.vec", (picture, None, (2.0, 2.0)), "d0 d1"),
+    ]
+    return [(target, args, {}, wanted) for target, args, wanted in calls]
+
+
+def _losses() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    x, fixed, share = t(8, 12), T((8, 12), grad=False), T((4, 6), grad=False)
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("aten.nll_loss.default", (x, ints(8), None, 2), "n"),
+        ("aten.nll_loss_nd.default", (t(4, 12, 6), ints(4, 6), None, 0), "n s0"),
+        ("aten.nll_loss2d.default", (t(4, 12, 6, 2), ints(4, 6, 2), None, 2), "n s0 s1"),
+        ("aten.cross_entropy_loss.default", (x, fixed, None, 2), "n"),
+        ("aten.cross_entropy_loss.default", (t(4, 12, 6), ints(4, 6), None, 0), "n v s0"),
+        ("aten.binary_cross_entropy.default", (T((4, 6)), share, None, 2), "d0 d1"),
+        ("aten.poisson_nll_loss.default", (t(4, 6), share, True, False, 1e-8, 2), "d0 d1"),
+    ]
+    return [(target, args, {}, wanted) for target, args, wanted in calls]
+
+
+CALLS += _elementwise() + _reductions() + _shapes() + _spatial() + _losses()
+
+# Rules that no call here can reach, and why.
+MISSING = (
+    "aten._adaptive_avg_pool1d",  # torch has no such operator; nor the next three
+    "aten.logsigmoid",
+    "aten.softsign",
+    "aten.tanhshrink",
+    "aten._grouped_mm",  # no fp64 on the CPU
+    "transformers.grouped_mm_fallback",  # registered by transformers on use
+)
 
 _SEQUENCES = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int")
 
