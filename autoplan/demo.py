@@ -91,7 +91,7 @@ def small_llama() -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise UsageError("the demonstration's model comes from transformers, which is not installed; fix: pip install 'autoplan[models]'") from error
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = LlamaConfig(vocab_size=256, max_position_embeddings=SEQ, use_cache=False, attention_dropout=0.0, **sizes)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).train()

@@ -102,6 +102,8 @@ def from_config(name: str, cls: Any, config: Any, sizes: BatchSizes, device: str
     config.use_cache = False
     with torch.device(device):
         model = cls(config).train()
+        if getattr(model, "loss_type", "") is None:
+            model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
         batch = _example_batch(name, model, config, sizes.rows, seq)
     return Source(name, model, batch, config)
 

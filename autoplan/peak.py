@@ -34,7 +34,7 @@ class PeakMemory(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)
-        if tensor.is_meta or not tensor.device.type == "cpu":
+        if tensor.is_meta or tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

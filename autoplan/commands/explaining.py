@@ -7,12 +7,13 @@ from pathlib import Path
 from autoplan.commands.console import note, say, write_whole
 from autoplan.errors import UsageError
 from autoplan.plan import Plan
+from autoplan.planfile import load as load_plan
 
 
 def explain_command(path: Path, form: str, output: Path | None) -> None:
     if form not in ("text", "json", "html", "trace"):
         raise UsageError(f"--format {form}: expected text, json, html or trace")
-    text = rendered(Plan.load(path), form)
+    text = rendered(load_plan(path), form)
     if output is None:
         say(text.rstrip("\n"))
     else:

@@ -52,7 +52,8 @@ def load_model(model: str, cluster: Cluster, global_batch: int | None, seq: int 
     with working(f"building {model}"):
         if ":" in model and not model.startswith("hf:"):
             return load(model, BatchSizes(global_batch, seq))
-        return load(model, BatchSizes(global_batch or max(DEFAULT_GLOBAL_BATCH, cluster.num_devices), seq))
+        rows = max(DEFAULT_GLOBAL_BATCH, cluster.num_devices) if global_batch is None else global_batch
+        return load(model, BatchSizes(rows, seq))
 
 
 def plan_for(

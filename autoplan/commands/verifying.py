@@ -20,6 +20,7 @@ from autoplan.modelsource import BatchSizes, Source, load
 from autoplan.parallel import parallelize
 from autoplan.plan import Plan
 from autoplan.planfile import dumps, loads
+from autoplan.planfile import load as load_plan
 from autoplan.shrink import shrunk
 
 TOLERANCE = 1e-5  # relative L2 of every tensor, fp32
@@ -47,7 +48,7 @@ class Outcome:
 def verify_command(model: str, path: Path | None, ranks: int) -> int:
     if ranks < 1:
         raise UsageError(f"--ranks must be at least 1, found {ranks}")
-    wanted = Plan.load(path) if path is not None else None
+    wanted = load_plan(path) if path is not None else None
     constraints, used = _constraints(wanted, ranks)
     with working(f"building {model}"):
         source = load(model, BatchSizes())
