@@ -75,3 +75,13 @@ class StageLoad:
     def slot_s(self) -> float:
         """Seconds of one micro-batch, both passes."""
         return self.forward.seconds + self.backward.seconds + self.recompute.seconds
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a forecast needs to know of the model: FLOPs of the forward pass and tokens of the global batch."""
+
+    flops: int
+    tokens: int
+    dtype: str
+    split_share: float

@@ -149,11 +149,11 @@ class LocalGraph:
         if any(isinstance(layout, Split) for layout in (*option.reads, *option.writes)):
             share *= self.degree
         grads = tuple(self.graph.values[n].requires_grad for n in op.operands)
-        instr = op.instr if self.pricer.precision is None else _cast_instr(op.instr, self.pricer.precision)
+        instr = op.instr if self.pricer.precision is None else cast_instr(op.instr, self.pricer.precision)
         return self.pricer.op(OpKey(instr.target, operands, outputs, arguments(instr), grads, op.flops // share))
 
 
-def _cast_instr(instr: Instr, precision: str | None) -> Instr:
+def cast_instr(instr: Instr, precision: str | None) -> Instr:
     kwargs = tuple((name, cast(value, precision)) for name, value in instr.kwargs)
     return Instr(instr.outputs, instr.target, tuple(cast(a, precision) for a in instr.args), kwargs, instr.is_sequence)
 

@@ -11,8 +11,9 @@ from autoplan.forecast import Forecast
 from autoplan.graph import Graph
 from autoplan.notes import blocks_of_pattern, op_notes
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
-from autoplan.simulate import Model, assemble
+from autoplan.simulate import assemble
 from autoplan.units import figures, num_bytes, seconds
+from autoplan.workload import model_of
 from costmodel.cluster import Cluster
 from costmodel.prices import Prices
 
@@ -77,34 +78,11 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
 def forecast_of(result: Result, searcher: Searcher) -> Forecast:
     """The search's own forecast of a result."""
     step = searcher.step(result.shape, result.storing)
-    forecast = assemble(result.loads, step, model_of(searcher, result), searcher.pricer)
+    splits = {block.pattern: block.splits for block in _block_plans(result, searcher)}
+    model = model_of(searcher.task.graph, splits, result.shape.tp, searcher.task.precision)
+    forecast = assemble(result.loads, step, model, searcher.pricer)
     limit = result.limit_bytes
     return replace(forecast, stages=tuple(replace(s, memory_limit_bytes=min(limit, s.memory_limit_bytes)) for s in forecast.stages))
-
-
-def model_of(searcher: Searcher, result: Result) -> Model:
-    """FLOPs and tokens of the model, and the share of its FLOPs that the tensor axis divides."""
-    graph, outline = searcher.task.graph, searcher.outline
-    flops = sum(graph.ops[i].flops for i in outline.batch.body)
-    divided = 0
-    for block in graph.blocks:
-        first = graph.blocks[outline.examples[block.pattern]]
-        labels = result.chosen.point(block.pattern).labels
-        indices = outline.indices(first)
-        divided += sum(graph.ops[block.start + i - first.start].flops for i, label in zip(indices, labels, strict=True) if label != "whole")
-    share = divided / flops if flops and result.shape.tp > 1 else 1.0
-    return Model(flops, tokens_of(graph), searcher.dtype, share)
-
-
-def tokens_of(graph: Graph) -> int:
-    """Elements of the first integer input of more than one dimension; rows of the batch where there is none."""
-    for value in graph.inputs():
-        if value.spec.dtype.startswith("int") and len(value.spec.shape) > 1:
-            count = 1
-            for size in value.spec.shape:
-                count *= size
-            return count
-    return graph.batch_size or 1
 
 
 def _block_plans(best: Result, searcher: Searcher) -> tuple[BlockPlan, ...]:

@@ -27,10 +27,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.forecast import CollectiveUse, Event, Forecast, Memory, StageForecast
-from autoplan.load import StageLoad
+from autoplan.graph import Graph
+from autoplan.load import Model, StageLoad
+from autoplan.plan import Plan
 from autoplan.price import Pricer, axis_group
+from autoplan.workload import load_of, model_of
 from costmodel.memory import Widths, states, widths
 from costmodel.opkey import RankGroup
+from costmodel.prices import Prices
+from runtime.program import Program
 from runtime.schedule import Action, schedule
 
 BUCKET_BYTES = 25 * 2**20  # of deferred gradient sums, as the executor cuts them
@@ -58,16 +63,6 @@ class Step:
     def shards(self) -> int:
         """Ranks that share states."""
         return (self.zero_group or self.degree("dp")) if self.zero else 1
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a forecast needs to know of the model: FLOPs of the forward pass and tokens of the global batch."""
-
-    flops: int
-    tokens: int
-    dtype: str
-    split_share: float
 
 
 @dataclass(frozen=True)
@@ -366,3 +361,16 @@ def _events(line: Timeline, times: tuple[Durations, ...], step: Step) -> tuple[E
     if len(events) > MAX_EVENTS:  # the beginning of the step tells how the rest goes
         events = sorted(events, key=lambda e: (e.start_s, e.rank, e.name))[:MAX_EVENTS]
     return tuple(sorted(events, key=lambda e: (e.rank, e.start_s, e.stream, e.name)))
+
+
+def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Prices, *, overlap: bool = True) -> Forecast:
+    """The forecast of a plan from its lowered programs, one for each "pp" coordinate: what is priced is what runs.
+
+    `plan` may lack its own forecast's figures; its precision, optimizer and splits are used.
+    """
+    pricer = Pricer(prices, plan.precision)
+    stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
+    loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
+    first = programs[0]
+    step = Step(first.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks, overlap)
+    return assemble(loads, step, model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision), pricer)

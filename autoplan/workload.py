@@ -1,0 +1,302 @@
+"""Loads of the stages, read off the lowered program: what is priced is what runs.
+
+Every instruction is one of
+
+    collective   runtime/collective.py: both passes at the bytes of its tensors
+    operator     priced on its local shapes (autoplan/price.py); an operator whose divided loop swapped in a function of the
+                 runtime is priced as itself, with the collectives that the loop lists
+
+What an operator saves for its backward pass is known by operand and output (Op.saved); views share the storage of what they look
+at, and every storage counts once. A recomputed block keeps what enters it, and saves the rest for a moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autoplan.batchaxis import step_ops, training_results
+from autoplan.flops import flops
+from autoplan.graph import Graph, Op
+from autoplan.load import Model, Pass, Send, StageLoad, Traffic
+from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
+from autoplan.problem import VIEWS
+from costmodel.opkey import CollectiveKind, OpKey, OpTime
+from runtime.call import num_bytes as spec_bytes
+from runtime.instr import Instr, TensorSpec, uses
+from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
+
+# Collectives of the passes: instruction -> (forward, backward).
+COLLECTIVES: Mapping[str, tuple[CollectiveKind | None, CollectiveKind | None]] = {
+    "runtime.vary": (None, "all_reduce"),
+    "runtime.all_reduce": ("all_reduce", None),
+    "runtime.all_gather": ("all_gather", None),
+    "runtime.all_gather_vary": ("all_gather", "reduce_scatter"),
+    "runtime.slice": (None, "all_gather"),
+    "runtime.reduce_scatter": ("reduce_scatter", "all_gather"),
+    "runtime.all_to_all": ("all_to_all", "all_to_all"),
+    "runtime.share": (None, None),
+}
+
+
+@dataclass
+class _Tally:
+    """Sums over the instructions of a block."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_moved_s: float = 0.0
+    backward_moved_s: float = 0.0
+    flops: int = 0
+    extra_bytes: int = 0
+    saved: dict[str, int] = field(default_factory=dict)  # storage -> bytes
+    traffic: list[Traffic] = field(default_factory=list)
+
+
+class _Reader:
+    """Walks the blocks of one stage in order, knowing every local value."""
+
+    def __init__(self, program: Program, stage: StageCode, body: Body, graph: Graph, pricer: Pricer) -> None:
+        self.program, self.graph, self.pricer = program, graph, pricer
+        self.degrees = dict(program.axes)
+        self.specs: dict[str, TensorSpec] = {}
+        self.grads: dict[str, bool] = {}
+        self.roots: dict[str, str] = {}
+        self.resting: set[str] = set()
+        for stored in stage.stored:
+            self._given(stored.name, TensorSpec(local_shape(stored, self.degrees), stored.spec.dtype), stored.requires_grad, resting=True)
+        for feed in stage.feeds:
+            self._given(feed.name, _fed(feed, body.rows), False, resting=True)
+        for transfer in body.receives:
+            self._given(transfer.value, transfer.spec, transfer.grad, resting=False)
+        for instr in program.preamble.instrs if program.preamble else ():
+            for output in instr.outputs:
+                if output.spec is not None:
+                    self._given(output.name, output.spec, False, resting=True)
+
+    def _given(self, name: str, spec: TensorSpec, grad: bool, *, resting: bool) -> None:
+        self.specs[name], self.grads[name] = spec, grad
+        if resting:
+            self.resting.add(name)
+
+    def block(self, code: BlockCode) -> _Tally:
+        tally = _Tally()
+        for instr in code.instrs:
+            self._instr(instr, tally)
+        return tally
+
+    def size(self, name: str) -> int:
+        """Bytes of a local value as it is computed."""
+        spec = self.specs[name]
+        return bytes_of(spec.shape, compute_dtype(spec.dtype, self.pricer.precision))
+
+    def _instr(self, instr: Instr, tally: _Tally) -> None:
+        operands = [name for name in uses(instr) if name in self.specs]
+        op = self._op(instr)
+        for output in instr.outputs:
+            if output.spec is None:
+                continue
+            self.specs[output.name] = output.spec
+            value = self.graph.values.get(output.name)
+            self.grads[output.name] = value.requires_grad if value is not None and op is not None else any(self.grads[n] for n in operands)
+            if instr.target in VIEWS and operands:
+                self.roots[output.name] = self.roots.get(operands[0], operands[0])
+        if instr.target in COLLECTIVES:
+            self._collective(instr, operands, tally)
+        elif instr.outputs[0].spec is not None or any(o.spec is not None for o in instr.outputs):
+            self._compute(instr, op, operands, tally)
+
+    def _op(self, instr: Instr) -> Op | None:
+        index = next((self.graph.producer[o.name] for o in instr.outputs if o.name in self.graph.producer), None)
+        return None if index is None else self.graph.ops[index]
+
+    def _collective(self, instr: Instr, operands: list[str], tally: _Tally) -> None:
+        axis = dict(instr.kwargs)["axis"]
+        assert isinstance(axis, str)
+        forward, backward = COLLECTIVES[instr.target]
+        source, result = operands[0], instr.outputs[0].name
+        self._move(forward, axis, "forward", max(self.size(source), self.size(result)), tally)
+        if self.grads[result]:
+            self._move(backward, axis, "backward", max(self.size(source), self.size(result)), tally)
+
+    def _move(self, kind: CollectiveKind | None, axis: str, phase: str, num_bytes: int, tally: _Tally) -> None:
+        """`num_bytes`: of the whole tensor; of the local one for all_to_all."""
+        if kind is None or self.degrees.get(axis, 1) == 1:
+            return
+        seconds = self.pricer.collective(kind, num_bytes, axis_group(self.program.axes, axis))
+        if phase == "forward":
+            tally.forward_moved_s += seconds
+        else:
+            tally.backward_moved_s += seconds
+        whole = num_bytes * self.degrees[axis] if kind == "all_to_all" else num_bytes
+        tally.traffic.append(Traffic(kind, axis, phase, whole))
+
+    def _compute(self, instr: Instr, op: Op | None, operands: list[str], tally: _Tally) -> None:
+        specs = [self.specs[name] for name in operands]
+        outputs = [o for o in instr.outputs if o.spec is not None]
+        swapped = op is not None and instr.target.startswith("runtime.") and instr.target != op.instr.target
+        priced = op.instr if swapped and op is not None else instr
+        out_specs = [o.spec for o in outputs if o.spec is not None]
+        number = flops(priced.target, specs, out_specs, priced.args)
+        has_grad = any(self.grads[o.name] for o in outputs)
+        time = self._time(priced, operands, out_specs, number)
+        tally.forward_s += time.forward_s
+        tally.backward_s += time.backward_s if has_grad else 0.0
+        tally.flops += number
+        if op is None:
+            return
+        if swapped:
+            self._inner(instr, op, operands, has_grad, tally)
+        if has_grad:
+            self._saved(instr, op, operands, tally)
+
+    def _time(self, instr: Instr, operands: list[str], outputs: Iterable[TensorSpec], number: int) -> OpTime:
+        precision = self.pricer.precision
+        key = OpKey(
+            instr.target,
+            tuple((s.shape, s.dtype) for s in (local_spec(self.specs[n], precision) for n in operands)),
+            tuple((s.shape, s.dtype) for s in (local_spec(s, precision) for s in outputs)),
+            arguments(cast_instr(instr, precision) if precision else instr),
+            tuple(self.grads[n] for n in operands),
+            number,
+        )
+        return self.pricer.op(key)
+
+    def _inner(self, instr: Instr, op: Op, operands: list[str], has_grad: bool, tally: _Tally) -> None:
+        axes = dict(instr.kwargs).get("axis")
+        loop = next((loop for loop in op.loops if loop.lowering == instr.target), None)
+        if loop is None:
+            return
+        names = axes if isinstance(axes, tuple) else (axes,)
+        for axis in names:
+            assert isinstance(axis, str)
+            for kind, (side, position), phase in loop.inner:
+                name = operands[position] if side == "in" else op.outputs[position]
+                where = (loop.reads if side == "in" else loop.writes)[position]
+                if phase == "forward" or has_grad:
+                    size = self.size(name) * (self.degrees.get(axis, 1) if where is not None else 1)
+                    self._move(kind, axis, phase, size, tally)  # type: ignore[arg-type]
+
+    def _saved(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
+        if len(operands) != len(op.operands) or (instr.target.split(".")[1] != op.instr.target.split(".")[1] and not instr.target.startswith("runtime.")):
+            kept = [operands[1] if instr.target.startswith("aten.addmm") else operands[0]]  # a bias was given back to its product
+        else:
+            local = dict(zip(op.operands, operands, strict=True))
+            kept = [local.get(name, name) for name in op.saved]
+        for name in kept:
+            root = self.roots.get(name, name)
+            if root not in self.resting and root in self.specs:
+                tally.saved[root] = self.size(root)
+        whole = math.prod(self.graph.values[op.outputs[0]].spec.shape)
+        here = math.prod(self.specs[op.outputs[0]].shape)
+        tally.extra_bytes += op.saved_extra_bytes * here // max(1, whole)
+
+
+def local_shape(stored: Stored, degrees: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of a tensor at rest on one rank, before ZeRO."""
+    shape = list(stored.spec.shape)
+    for chunk in stored.chunks:
+        shape[chunk.dim] //= degrees.get(chunk.axis, 1)
+    return tuple(shape)
+
+
+def _fed(feed: Feed, rows: int) -> TensorSpec:
+    if feed.batch_dim is None:
+        return feed.spec
+    shape = list(feed.spec.shape)
+    shape[feed.batch_dim] = rows
+    return TensorSpec(tuple(shape), feed.spec.dtype)
+
+
+def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer) -> StageLoad:
+    """The load of one stage, for its largest micro-batch."""
+    body = max(stage.bodies, key=lambda b: b.rows)
+    reader = _Reader(program, stage, body, graph, pricer)
+    forward, backward, recompute = Pass(), Pass(), Pass()
+    traffic: list[Traffic] = []
+    saved: dict[str, int] = {}
+    extra = transient = number = 0
+    for code in body.blocks:
+        tally = reader.block(code)
+        once = Pass(tally.forward_s, tally.forward_moved_s)
+        forward, backward = forward.plus(once), backward.plus(Pass(tally.backward_s, tally.backward_moved_s))
+        traffic += tally.traffic
+        number += tally.flops
+        if code.recompute == "full":
+            recompute = recompute.plus(once)
+            traffic += [Traffic(t.kind, t.axis, "backward", t.num_bytes) for t in tally.traffic if t.phase == "forward"]
+            saved.update((name, reader.size(name)) for name in code.inputs if name not in reader.resting)
+            transient = max(transient, sum(tally.saved.values()) + tally.extra_bytes)
+        else:
+            saved.update(tally.saved)
+            extra += tally.extra_bytes
+    parameters = {s.name: s for s in stage.stored if s.kind == "parameter"}
+    elements = {name: math.prod(local_shape(s, reader.degrees)) for name, s in parameters.items()}
+    trained = [s for s in parameters.values() if s.requires_grad]
+    widths = [spec_bytes(TensorSpec((1,), s.spec.dtype)) for s in trained or parameters.values()]
+    return StageLoad(
+        index=stage.index,
+        first_block=body.blocks[0].name if body.blocks else "",
+        last_block=body.blocks[-1].name if body.blocks else "",
+        forward=forward,
+        backward=backward,
+        recompute=recompute,
+        sends=tuple(Send(t.dst, bytes_of(t.spec.shape, compute_dtype(t.spec.dtype, pricer.precision)), t.grad) for t in body.sends),
+        parameter_elements=sum(elements.values()),
+        trained_elements=sum(elements[s.name] for s in trained),
+        parameter_width=max(widths, default=4),
+        units=_units(body, elements),
+        buffer_bytes=sum(reader.size(s.name) for s in stage.stored if s.kind != "parameter"),
+        saved_bytes=sum(saved.values()) + extra,
+        transient_bytes=transient,
+        flops=number,
+        traffic=tuple(traffic),
+        deferred=tuple((a, elements[s.name] * spec_bytes(TensorSpec((1,), s.spec.dtype))) for s in trained for a in s.partial if a != "dp"),
+        tied_bytes=sum(elements[s.name] * spec_bytes(TensorSpec((1,), s.spec.dtype)) for s in trained if len(s.stages) > 1),
+        preamble_s=_preamble_s(program, graph, pricer, stage, body),
+    )
+
+
+def _units(body: Body, elements: Mapping[str, int]) -> tuple[int, ...]:
+    """Elements of what ZeRO gathers at once: each block's own parameters, and those that several blocks use."""
+    users: dict[str, int] = {}
+    for code in body.blocks:
+        for name in code.stored:
+            users[name] = users.get(name, 0) + 1
+    own = [sum(elements.get(name, 0) for name in code.stored if users[name] == 1) for code in body.blocks]
+    return tuple(size for size in (*own, sum(size for name, size in elements.items() if users.get(name, 0) != 1)) if size)
+
+
+def _preamble_s(program: Program, graph: Graph, pricer: Pricer, stage: StageCode, body: Body) -> float:
+    if program.preamble is None:
+        return 0.0
+    reader = _Reader(program, stage, body, graph, pricer)
+    for feed in program.preamble_feeds:
+        reader._given(feed.name, _fed(feed, program.preamble_rows[0]), False, resting=True)
+    tally = reader.block(program.preamble)
+    return tally.forward_s + tally.forward_moved_s
+
+
+def model_of(graph: Graph, splits: Mapping[str, Mapping[str, str]], degree: int, precision: str | None) -> Model:
+    """What a forecast says about the model. `splits`: pattern -> op of the pattern's first block -> option label."""
+    first: dict[str, int] = {}
+    total = divided = 0
+    needed = frozenset(step_ops(graph, training_results(graph), frozenset()))
+    for block in graph.blocks:
+        start = first.setdefault(block.pattern, block.start)
+        labels = splits.get(block.pattern, {})
+        for i in range(block.start, block.stop):
+            if i in needed:
+                total += graph.ops[i].flops
+                label = labels.get(graph.ops[start + i - block.start].name, "whole")
+                divided += graph.ops[i].flops if label != "whole" else 0
+    return Model(total, tokens_of(graph), compute_dtype("float32", precision), divided / total if total and degree > 1 else 1.0)
+
+
+def tokens_of(graph: Graph) -> int:
+    """Elements of the first integer input of more than one dimension; rows of the batch where there is none."""
+    for value in graph.inputs():
+        if value.spec.dtype.startswith("int") and len(value.spec.shape) > 1:
+            return math.prod(value.spec.shape)
+    return graph.batch_size or 1
