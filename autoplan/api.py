@@ -13,7 +13,6 @@ from autoplan.constraints import Constraints
 from autoplan.errors import ClusterError
 from autoplan.graph import Graph
 from autoplan.plan import Plan
-from autoplan.search import search
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.prices import Prices
@@ -47,6 +46,8 @@ def find_plan(
     `model` may live on the meta device, or be a graph that was captured before. `prices` default to the analytic
     model of the cluster. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
     """
+    from autoplan.search import search
+
     found = load_cluster(cluster)
     graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn)
     return search(

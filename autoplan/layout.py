@@ -16,7 +16,7 @@ Reading a value that lies as `src` as `dst` (elements n of the value on this axi
     WHOLE    Split    slice            all_gather n
     Split    WHOLE    all_gather n     slice
     Split    VARY     all_gather n     reduce_scatter n
-    Split    Split'   all_to_all n     all_to_all n
+    Split    Split'   all_to_all n     all_to_all n        (all_gather n and a local slice where both lie in one dimension)
     PARTIAL  WHOLE    all_reduce n     -
     PARTIAL  VARY     all_reduce n     all_reduce n
     PARTIAL  Split    reduce_scatter n all_gather n
@@ -79,7 +79,8 @@ def conversion(src: Layout, dst: Layout) -> Conversion | None:
         return _FREE
     if isinstance(src, Split):
         if isinstance(dst, Split):
-            return Conversion("all_to_all", "all_to_all")
+            kind: Kind = "all_gather" if src.dim == dst.dim else "all_to_all"
+            return Conversion(kind, kind)
         if dst == PARTIAL:
             return None
         return Conversion("all_gather", "slice" if dst == WHOLE else "reduce_scatter")

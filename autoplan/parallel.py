@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from costmodel.detect import detect
-from runtime.executor import Executor
 from torch.utils import _pytree as pytree
 
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
@@ -23,8 +21,10 @@ from autoplan.example import example_batch
 from autoplan.graph import Graph
 from autoplan.lower import deal_rows, lower, row_shares
 from autoplan.plan import Plan
-from autoplan.planfile import dumps, loads
+from autoplan.weights import SafetensorsFolder
 from costmodel.cluster import Cluster
+from costmodel.detect import detect
+from runtime.executor import Executor
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
 from runtime.program import Program
 
@@ -119,6 +119,8 @@ class ParallelModel:
         settings = self._settings
         if settings.plan is not None:
             return settings.plan
+        from autoplan.planfile import dumps, loads
+
         shared: list[Any] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
@@ -200,21 +202,37 @@ class ParallelModel:
         return self._run(batch, "evaluate")
 
     def predict(self, batch: Batch | Share) -> Any:
-        """The model's outputs besides the loss, in evaluation mode, on the last stage's data rank 0 (its own rows); None elsewhere."""
-        self._run(batch, "evaluate")
-        return self.executor.predictions
+        """The model's output besides the loss, in evaluation mode, all rows in order, on the data rank 0 of the stage that makes it;
+        None elsewhere. A tuple where there are several."""
+        executor = self._bound(batch, "evaluate")
+        found = executor.predict(batch.batch if isinstance(batch, Share) else batch)
+        outputs = tuple(found[name] for stage in executor.program.stages for name in stage.predictions)
+        if not outputs or self.data_rank or executor.mesh.axis("tp").index:
+            return None
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _run(self, batch: Batch | Share, kind: str) -> torch.Tensor:
-        share = batch if isinstance(batch, Share) else None
-        content = share.batch if share is not None else batch
+        executor = self._bound(batch, kind)
+        content = batch.batch if isinstance(batch, Share) else batch
+        return executor.step(content) if kind == "train" else executor.evaluate(content)
+
+    def _bound(self, batch: Batch | Share, kind: str) -> Executor:
+        """The executor with the program for this batch."""
+        content = batch.batch if isinstance(batch, Share) else batch
         if self._executor is None:
             self.prepare(content)
         executor = self.executor
-        rows = share.total if share is not None else num_rows(content)
-        program = self._program(content, rows, kind, executor.mesh)
-        executor.rebind(program)
-        start = share.start if share is not None else 0
-        return executor.step(content, first_row=start) if kind == "train" else executor.evaluate(content, first_row=start)
+        program = self._program(content, self._global_rows(batch), kind, executor.mesh)
+        if program is not executor.program:
+            executor.rebind(program)
+        return executor
+
+    def _global_rows(self, batch: Batch | Share) -> int:
+        """Rows of the global batch. Rows that are exactly this rank's share of the planned batch are taken for that share."""
+        if isinstance(batch, Share):
+            return batch.total
+        rows, planned = num_rows(batch), self.plan.global_batch
+        return planned if rows == row_shares(planned, self.data_size)[self.data_rank] else rows
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This rank's parameters, for an optimizer."""
@@ -240,7 +258,8 @@ class ParallelModel:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Dense parameters and buffers under the model's own names and shapes, on rank 0; empty elsewhere. Every rank calls it."""
-        return self.executor.full_state_dict()
+        kept = self._model.state_dict().keys()
+        return {name: tensor for name, tensor in self.executor.full_state_dict().items() if name in kept}
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Dense gradients by parameter name, on rank 0; empty elsewhere. Parameters without a gradient are left out."""
@@ -248,7 +267,8 @@ class ParallelModel:
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path) -> None:
         """Write dense tensors, or a safetensors file or folder, into this rank's shards. Raises UsageError for missing or unknown names."""
-        self.executor.load_full_state_dict(state)
+        source = state if isinstance(state, Mapping) else SafetensorsFolder(state)
+        self.executor.load_full_state_dict(source.get)
 
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that loads under another plan and number of ranks. Atomic: the previous one stays until it is complete."""

@@ -245,12 +245,12 @@ class Emitter:
         else:
             how = conversion(src, dst)
             assert how is not None, f"{value.name}: {src} cannot be read {dst}"
-            if src == PARTIAL and dst == VARY:
+            if (src == PARTIAL and dst == VARY) or (isinstance(src, Split) and isinstance(dst, Split) and src.dim == dst.dim):
                 whole = (*after[:number], WHOLE, *after[number + 1 :])
                 if (value.name, whole) not in self.made:
-                    self.made[(value.name, whole)] = self._convert(value, local, whole, number, PARTIAL, WHOLE)
-                instr = Instr(out, "runtime.vary", (Ref(self.made[(value.name, whole)]),), on)
-            elif how.forward is None:
+                    self.made[(value.name, whole)] = self._convert(value, local, whole, number, src, WHOLE)
+                return self._convert(value, self.made[(value.name, whole)], after, number, WHOLE, dst)
+            if how.forward is None:
                 instr = Instr(out, "runtime.vary", (Ref(local),), on)
             elif how.forward == "all_reduce":
                 instr = Instr(out, "runtime.all_reduce", (Ref(local),), on)

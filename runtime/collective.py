@@ -28,8 +28,8 @@ from runtime.errors import CommunicationError
 from runtime.mesh import Axis
 
 # Named all_gather_single and reduce_scatter_single from torch 2.13 on.
-_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Part(NamedTuple):
@@ -84,7 +84,7 @@ def raw_all_gather(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
         return x
     part.check(x, part.outer * part.size // axis.size * part.inner, axis.size)
     out = x.new_empty((axis.size, *x.shape))
-    wait(axis, "all_gather", out.nbytes, lambda: _gather_into(out.flatten(), x.contiguous().flatten(), group=axis.group))
+    wait(axis, "all_gather", out.nbytes, lambda: gather_into(out.flatten(), x.contiguous().flatten(), group=axis.group))
     return part.whole(out)
 
 
@@ -101,7 +101,7 @@ def raw_reduce_scatter(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
     part.check(x, part.outer * part.size * part.inner, axis.size)
     parts = part.parts(x, axis.size).contiguous()
     out = torch.empty_like(parts[0])
-    wait(axis, "reduce_scatter", parts.nbytes, lambda: _scatter_into(out.flatten(), parts.flatten(), group=axis.group))
+    wait(axis, "reduce_scatter", parts.nbytes, lambda: scatter_into(out.flatten(), parts.flatten(), group=axis.group))
     return out
 
 

@@ -66,13 +66,20 @@ def import_program(
     constants: dict[str, torch.Tensor] = {}
     storages: dict[str, int] = {}
     names: dict[torch.fx.Node, str] = {}
-    taken = {node.name for node in program.graph.nodes}
+    taken = {node.name for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes}
     paths = iter(input_paths)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    tied: dict[str, str] = {}  # first name of a tied tensor -> its leaf
     for node in program.graph.nodes:
         if node.op != "placeholder":
             continue
         found, value = specs[node.name], node.meta.get("val")
+        if found.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            fqn = (found.target or "").removeprefix(prefix)
+            first = aliases.get(fqn, (fqn,))[0]
+            if first in tied:
+                names[node] = tied[first]
+                continue
         path = next(paths) if found.kind == InputKind.USER_INPUT else ""
         if not isinstance(value, torch.Tensor):
             if found.kind == InputKind.USER_INPUT and node.users:
@@ -92,6 +99,7 @@ def import_program(
             kind = "parameter" if found.kind == InputKind.PARAMETER else "buffer"
             same = aliases.get(fqn, (fqn,))
             leaves[name] = Leaf(kind, spec, fqn in trainable, same[0], same)
+            tied[same[0]] = name
         elif found.kind == InputKind.CONSTANT_TENSOR:
             data = program.constants[found.target or ""]
             constants[name] = torch.zeros(data.shape, dtype=data.dtype) if data.is_meta else data.detach().cpu().clone()
@@ -102,7 +110,7 @@ def import_program(
             leaves[name] = Leaf("constant", spec)
         else:
             raise CaptureError(f"the model takes an input of kind {found.kind.name.lower()}, which a plan cannot hold")
-    importer = _Importer(names, {name: leaf.spec for name, leaf in leaves.items()}, storages, taken, prefix, frozenset(leaves))
+    importer = _Importer(names, leaves, storages, taken, prefix)
     results = importer.graph(program.graph_module, _Region(), "", "")
     outputs = tuple(name for name in results if name is not None)
     return Trace(leaves, tuple(importer.steps), outputs, (), constants, storages)
@@ -137,10 +145,11 @@ def source_of(stack: str | None) -> str:
 class _Importer:
     """Walks the graph and its regions, collecting steps."""
 
-    def __init__(
-        self, names: dict[torch.fx.Node, str], specs: dict[str, TensorSpec], storages: dict[str, int], taken: set[str], prefix: str, leaves: frozenset[str]
-    ) -> None:
-        self.names, self.specs, self.storages, self.taken, self.prefix, self.leaves = names, specs, storages, taken, prefix, leaves
+    def __init__(self, names: dict[torch.fx.Node, str], leaves: Mapping[str, Leaf], storages: dict[str, int], taken: set[str], prefix: str) -> None:
+        self.names, self.storages, self.taken, self.prefix, self.leaves = names, storages, taken, prefix, frozenset(leaves)
+        self.defined = set(leaves)
+        self.specs = {name: leaf.spec for name, leaf in leaves.items()}
+        self.grads = {name for name, leaf in leaves.items() if leaf.requires_grad}  # values that a gradient may reach
         self.steps: list[Step] = []
         self.parts: dict[torch.fx.Node, list[str | None]] = {}  # results of nodes that return several values
         self.casts: dict[tuple[str, str], str] = {}
@@ -223,7 +232,11 @@ class _Importer:
             instr = self._autocast(instr, region, path, source)
         if region.no_grad:
             instr = self._detached(instr, path, source)
-        names = [_unique(f"{node.name}__{i}", self.taken) if several else _unique(node.name, self.taken - {node.name}) for i in range(len(values))]
+        if several:
+            names = [_unique(f"{node.name}__{i}", self.taken) for i in range(len(values))]
+        else:
+            names = [node.name if node.name not in self.defined else _unique(node.name, self.taken)]
+        self.defined.update(names)
         outputs = tuple(Output(n, None if v is None else spec_of(v)) for n, v in zip(names, values, strict=True))
         for name, v in zip(names, values, strict=True):
             if v is not None:
@@ -233,13 +246,17 @@ class _Importer:
             self.parts[node] = [n if v is not None else None for n, v in zip(names, values, strict=True)]
         else:
             self.names[node] = names[0]
+        if target != "aten.detach.default" and any(name in self.grads for name in uses(instr)):
+            self.grads.update(n for n in names if n in self.specs and dtype_of(self.specs[n].dtype).is_floating_point)
+            if target.split(".")[1].endswith("_") and isinstance(instr.args[0], Ref):
+                self.grads.add(instr.args[0].name)
         self.steps.append(Step(replace(instr, outputs=outputs), path, source))
 
     def _detached(self, instr: Instr, path: str, source: str) -> Instr:
         """The call on detached operands, where an operand may carry a gradient."""
         changed: dict[str, str] = {}
         for name in uses(instr):
-            if name in changed or not dtype_of(self.specs[name].dtype).is_floating_point:
+            if name in changed or name not in self.grads:
                 continue
             changed[name] = self._emit("aten.detach.default", (Ref(name),), self.specs[name], path, source, self.storages[name])
         return _renamed(instr, changed)
@@ -266,6 +283,8 @@ class _Importer:
             if not cached or key not in self.casts:
                 spec = TensorSpec(self.specs[name].shape, dtype)
                 made = self._emit("aten.to.dtype", (Ref(name), Dtype(dtype)), spec, path, source, 0)
+                if name in self.grads:
+                    self.grads.add(made)
                 if cached:
                     self.casts[key] = made
             changed[name] = self.casts[key] if cached else made
@@ -273,6 +292,7 @@ class _Importer:
 
     def _emit(self, target: str, args: tuple[Arg, ...], spec: TensorSpec, path: str, source: str, storage: int) -> str:
         name = _unique(target.split(".")[1], self.taken)
+        self.defined.add(name)
         self.specs[name] = spec
         self.storages[name] = storage or -len(self.taken)
         self.steps.append(Step(Instr((Output(name, spec),), target, args), path, source))

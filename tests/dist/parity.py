@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autoplan
+from autoplan.capture import capture
 from autoplan.plan import Plan
 from tests.plans import manual_plan, random_splits
 from tests.zoo import ZOO
@@ -76,7 +77,7 @@ def run_cases(cases: list[Case], build: Mapping[str, Callable[[], Any]] | None =
 
 
 def plan_of(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -> Plan:
-    graph = autoplan.capture(model, batch)
+    graph = capture(model, batch)
     if case.constraints is not None:
         return autoplan.find_plan(graph, None, f"cpu:1x{world_size}", autoplan.Constraints(**case.constraints))
     tp = case.plan.get("tp", 1)
@@ -94,7 +95,7 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
     true_loss = loss_of(plain, batch)
     true_loss.backward()
     grads = pm.full_grads()
-    true_grads = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+    true_grads = {name: p.grad.clone() for name, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
     optimizer, true_optimizer = torch.optim.SGD(pm.parameters(), lr=0.05), torch.optim.SGD(plain.parameters(), lr=0.05)
     for step in range(case.steps):
         if step:
