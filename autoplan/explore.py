@@ -46,6 +46,7 @@ from costmodel.cluster import Cluster
 from costmodel.memory import widths
 from costmodel.prices import Prices
 
+_NUM_MESHES = 5  # worked out at least, where there are as many
 _LEAN = (0.5, 5.0)  # weights of memory against time where nothing fits
 
 
@@ -143,11 +144,25 @@ class Searcher:
                 heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
                 continue
             outcome.worked_out.add(shape)
-            for result in self._work_out(shape, outcome.space.storings, best_s):
+            for result in self._work_out(shape, outcome.space.storings):
                 (outcome.fitting if result.fits else outcome.too_large).append(result)
                 if result.fits:
                     best_s = min(best_s, result.step_s)
+        self._runners_up(outcome, start_s)
         return outcome
+
+    def _runners_up(self, outcome: Outcome, start_s: float) -> None:
+        """Work out the most promising shape of the next best meshes too, so that the ranking has what it is compared with."""
+        seen = {r.shape.axes for r in outcome.fitting}
+        for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (outcome.bounds[s], s)):
+            late = self.task.time_limit_s is not None and time.monotonic() - start_s > self.task.time_limit_s
+            if late or not outcome.fitting or len(seen) >= _NUM_MESHES:
+                return
+            if shape.axes not in seen:
+                seen.add(shape.axes)
+                outcome.worked_out.add(shape)
+                for result in self._work_out(shape, outcome.space.storings):
+                    (outcome.fitting if result.fits else outcome.too_large).append(result)
 
     def _space(self) -> Space:
         task = self.task
@@ -226,6 +241,11 @@ class Searcher:
         return min(found, default=float("inf"))
 
     @property
+    def overlap(self) -> bool:
+        """Whether transfers run beside compute: not on CPUs, whose cores do both."""
+        return self.task.cluster.device().kind == "cuda"
+
+    @property
     def dtype(self) -> str:
         return {"bf16": "bfloat16", "fp16": "float16"}.get(self.task.precision or "", "float32")
 
@@ -253,10 +273,10 @@ class Searcher:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
             self.task.optimizer, self.task.precision, tuple(range(shape.pp)),
-            self.task.cluster.device().kind == "cuda",
+            self.overlap,
         )  # fmt: skip
 
-    def _work_out(self, shape: Shape, storings: tuple[Storing, ...], best_s: float) -> list[Result]:
+    def _work_out(self, shape: Shape, storings: tuple[Storing, ...]) -> list[Result]:
         if shape.dp == 1 and self.task.constraints.zero is None:
             storings = tuple(s for s in storings if s.zero == 0)
         chooser, price = self._chooser(shape), self._price(shape)

@@ -60,6 +60,15 @@ VIEWS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """A collective of the tensor axis in one pass of one micro-batch (or, phase "reduce", of a step)."""
+
+    kind: CollectiveKind
+    phase: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One option of an operator, priced. `saved` lists (storage, whether it is divided) that the backward pass needs."""
 
@@ -69,6 +78,7 @@ class Choice:
     saved: tuple[tuple[str, bool], ...]
     extra_bytes: int
     flops: int  # of the forward pass, on this rank
+    uses: tuple[Use, ...] = ()  # collectives that the operator itself issues
 
     @property
     def seconds(self) -> float:
@@ -126,15 +136,6 @@ class BlockProblem:
     weights: Mapping[str, Weight]
     moves: Mapping[tuple[str, Layout, Layout], Move]
     saved_bytes: Mapping[str, int]  # storage -> bytes when not divided
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A collective of the tensor axis in one pass of one micro-batch (or, phase "reduce", of a step)."""
-
-    kind: Kind
-    phase: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,10 @@ def _choice(local: LocalGraph, index: int, op: Op, option: Option, roots: Mappin
     time = local.op_time(index, op, option)
     forward_s, backward_s = time.forward_s, time.backward_s
     loop = next((loop for loop in op.loops if loop.label == option.label), None)
+    uses: list[Use] = []
     for kind, (side, position), phase in loop.inner if loop else ():
         name = (op.operands if side == "in" else op.outputs)[position]
+        uses.append(Use(_collective_kind(kind), phase, local.num_bytes(name)))
         seconds = local.pricer.collective(_collective_kind(kind), local.num_bytes(name), group)
         forward_s, backward_s = (forward_s + seconds, backward_s) if phase == "forward" else (forward_s, backward_s + seconds)
     if not any(local.graph.values[name].requires_grad for name in op.outputs):
@@ -234,7 +237,7 @@ def _choice(local: LocalGraph, index: int, op: Op, option: Option, roots: Mappin
     share = local.parts if any(isinstance(w, Split) for w in (*local.batch_options[index].reads, *local.batch_options[index].writes)) else 1
     if any(isinstance(w, Split) for w in (*option.reads, *option.writes)):
         share *= local.degree
-    return Choice(option, forward_s, backward_s, tuple(saved), op.saved_extra_bytes // share, op.flops // share)
+    return Choice(option, forward_s, backward_s, tuple(saved), op.saved_extra_bytes // share, op.flops // share, tuple(uses))
 
 
 def _collective_kind(kind: str) -> CollectiveKind:
@@ -305,6 +308,7 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
     reads: dict[str, dict[Layout, None]] = {}
     forward_s = backward_s = forward_move_s = backward_move_s = 0.0
     extra = flops = 0
+    uses: list[Use] = []
     saved: dict[tuple[str, bool], None] = {}
     for item, choice in zip(problem.items, chosen, strict=True):
         for name, layout in zip(item.operands, choice.option.reads, strict=True):
@@ -315,9 +319,9 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
         extra += choice.extra_bytes
         flops += choice.flops
         saved.update((key, None) for key in choice.saved)
+        uses.extend(choice.uses)
     for name, layout in problem.wanted:
         reads.setdefault(name, {})[layout] = None
-    uses: list[Use] = []
     step_s = 0.0
     sizes = [0, 0, 0, 0]
     rests: dict[str, Layout] = {}

@@ -9,15 +9,19 @@ from autoplan.constraints import Constraints
 from autoplan.explore import Outcome, Result, Searcher, Task, too_large
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph
+from autoplan.lower import lower
 from autoplan.notes import blocks_of_pattern, op_notes
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
-from autoplan.simulate import assemble
+from autoplan.simulate import assemble, forecast
 from autoplan.units import figures, num_bytes, seconds
 from autoplan.workload import model_of
 from costmodel.cluster import Cluster
 from costmodel.prices import Prices
 
 _NUM_ALTERNATIVES = 5
+_NUM_FINALISTS = 3
+_CLOSE = 1.02  # times of the best, within which finalists are lowered too
+_MANY_OPS = 4000  # of a graph, beyond which the best alone is lowered
 
 
 def search(
@@ -40,7 +44,28 @@ def search(
     outcome = searcher.run()
     if not outcome.fitting:
         raise too_large(outcome, task)
-    return plan_of(outcome.best(), searcher, outcome)
+    return _confirmed(searcher, outcome)
+
+
+def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
+    """The best plan once the best few were lowered and replayed from their programs, which is what their forecasts say."""
+    task = searcher.task
+    best_s = outcome.best().step_s
+    ranked = sorted(outcome.fitting, key=lambda r: r.order)
+    several = len(task.graph.ops) <= _MANY_OPS
+    found: list[Plan] = []
+    for result in ranked:
+        close = result.step_s <= best_s * _CLOSE and len(found) < _NUM_FINALISTS and several
+        if found and not close:
+            break
+        plan = plan_of(result, searcher, outcome)
+        told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=searcher.overlap)
+        told = _limited(told, result.limit_bytes)
+        if told.peak_memory_bytes <= result.limit_bytes:
+            found.append(replace(plan, forecast=told))
+    if not found:
+        raise too_large(replace(outcome, too_large=[*outcome.too_large, *outcome.fitting]), task)
+    return min(found, key=lambda plan: plan.forecast.step_time_s)
 
 
 def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
@@ -80,9 +105,12 @@ def forecast_of(result: Result, searcher: Searcher) -> Forecast:
     step = searcher.step(result.shape, result.storing)
     splits = {block.pattern: block.splits for block in _block_plans(result, searcher)}
     model = model_of(searcher.task.graph, splits, result.shape.tp, searcher.task.precision)
-    forecast = assemble(result.loads, step, model, searcher.pricer)
-    limit = result.limit_bytes
-    return replace(forecast, stages=tuple(replace(s, memory_limit_bytes=min(limit, s.memory_limit_bytes)) for s in forecast.stages))
+    told = assemble(result.loads, step, model, searcher.pricer)
+    return _limited(told, result.limit_bytes)
+
+
+def _limited(told: Forecast, limit_bytes: int) -> Forecast:
+    return replace(told, stages=tuple(replace(s, memory_limit_bytes=min(limit_bytes, s.memory_limit_bytes)) for s in told.stages))
 
 
 def _block_plans(best: Result, searcher: Searcher) -> tuple[BlockPlan, ...]:

@@ -188,9 +188,10 @@ class _Reader:
             root = self.roots.get(name, name)
             if root not in self.resting and root in self.specs:
                 tally.saved[root] = self.size(root)
-        whole = math.prod(self.graph.values[op.outputs[0]].spec.shape)
-        here = math.prod(self.specs[op.outputs[0]].shape)
-        tally.extra_bytes += op.saved_extra_bytes * here // max(1, whole)
+        if op.saved_extra_bytes:
+            names = list(zip((*op.operands, *op.outputs), (*operands, *op.outputs), strict=False))
+            whole, here = max((math.prod(self.graph.values[n].spec.shape), math.prod(self.specs[local].shape)) for n, local in names)
+            tally.extra_bytes += op.saved_extra_bytes * here // max(1, whole)
 
 
 def local_shape(stored: Stored, degrees: Mapping[str, int]) -> tuple[int, ...]:
