@@ -141,7 +141,7 @@ def _block_function(step: Step) -> Function:
         if code.recompute == "none" or not torch.is_grad_enabled():
             outputs = step.compiled(*args)
         else:
-            outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False)
+            outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
         return dict(zip(code.outputs, outputs, strict=True))
 
     return run

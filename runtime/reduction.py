@@ -52,12 +52,19 @@ def axis_buckets(residents: tuple[Resident, ...], mesh: Mesh) -> Iterator[tuple[
 
 def buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Consecutive tensors of at most BUCKET_BYTES together, or a single larger one."""
-    current: list[torch.Tensor] = []
-    for tensor in tensors:
-        if current and sum(t.nbytes for t in current) + tensor.nbytes > BUCKET_BYTES:
+    rest = iter(tensors)
+    for sizes in bucket_sizes([t.nbytes for t in tensors]):
+        yield [next(rest) for _ in sizes]
+
+
+def bucket_sizes(sizes: list[int]) -> Iterator[list[int]]:
+    """The bytes of consecutive tensors, bucket by bucket."""
+    current: list[int] = []
+    for size in sizes:
+        if current and sum(current) + size > BUCKET_BYTES:
             yield current
             current = []
-        current.append(tensor)
+        current.append(size)
     if current:
         yield current
 

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from runtime.call import dtype_name
 from runtime.collective import Part, raw_all_gather
+from runtime.flow import flow, has_backward, users
+from runtime.fsdp import chain_prefetch, shard
 from runtime.mesh import Mesh
 from runtime.module import Holder, StageModule
 from runtime.program import Chunk, StageCode, Stored
@@ -152,23 +154,22 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
     """
     zero = zero if mesh.shards is not None else 0
     module = StageModule()
-    users: dict[str, list[str]] = {}
     for block in stage.bodies[0].blocks:
         module.block(block.name)
-        for name in block.stored:
-            users.setdefault(name, []).append(block.name)
+    read_by = users(stage)
 
     def holder(name: str) -> Holder:
-        own = users.get(name, [])
-        return module.block(own[0]) if len(own) == 1 and not is_split_backward else module
+        blocks = read_by[name]
+        return module.block(blocks[0]) if len(blocks) == 1 and not is_split_backward else module
 
     for stored in stage.stored:
         local = cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh).to(mesh.device)
         share_over = mesh.axis("dp") if zero and "dp" not in stored.partial else None
         holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
     if zero:
-        _shard(module, mesh, zero)
-    return Storage(module, tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in stage.stored), zero)
+        _shard(stage, module, mesh, zero)
+    residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in stage.stored)
+    return Storage(module, residents, zero)
 
 
 def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:
@@ -177,11 +178,13 @@ def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:
     return value
 
 
-def _shard(module: StageModule, mesh: Mesh, zero: int) -> None:
-    blocks = [layer for child in module.blocks.values() if isinstance(child, Holder) for layer in child.layers() if layer.has_parameters]
-    root = [layer for layer in module.layers() if layer.has_parameters or layer is module]
-    for layer in (*blocks, *root):
-        fully_shard(layer, mesh=mesh.shards, reshard_after_forward=zero == 3)  # type: ignore[arg-type]
-        assert isinstance(layer, FSDPModule)
-        layer.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-        layer.set_gradient_divide_factor(1.0)  # losses are normalised already: gradients are sums
+def _shard(stage: StageCode, module: StageModule, mesh: Mesh, zero: int) -> None:
+    body = stage.bodies[0]
+    found = flow(stage, body)
+    forward, backward = [], []
+    for block in body.blocks:
+        layers = [shard(layer, mesh, zero=zero) for layer in module.block(block.name).layers() if layer.has_parameters]
+        forward += reversed(layers)
+        backward += reversed(layers) if has_backward(block, found) else []
+    root = [shard(layer, mesh, zero=zero) for layer in module.layers() if layer.has_parameters or layer is module]
+    chain_prefetch([*reversed(root), *forward], backward)

@@ -89,8 +89,8 @@ class Setup:
         return self.stage_ranks or tuple(range(self.pp))
 
 
-def _call(name: str, target: str, *args: Arg, shape: tuple[int, ...] = (), **kwargs: Arg) -> Instr:
-    return Instr((Output(name, TensorSpec(shape, "float64")),), target, args, tuple(kwargs.items()))
+def _call(name: str, spec: TensorSpec, target: str, *args: Arg, **kwargs: Arg) -> Instr:
+    return Instr((Output(name, spec),), target, args, tuple(kwargs.items()))
 
 
 def _split(total: int, parts: int, start: int = 0) -> tuple[MicroBatch, ...]:
@@ -107,14 +107,15 @@ def build(setup: Setup, pp_index: int) -> Program:
     all_rows = sorted({m.stop - m.start for own in micro_batches for m in own})
     ids = Feed("ids", "ids", TensorSpec((s.num_rows, SEQ), "int64"), 0)
     labels = Feed("labels", "labels", TensorSpec((s.num_rows, SEQ), "int64"), 0)
+    rows = micro_batches[0][-1].stop
     preamble = BlockCode(
         "preamble",
         ("labels",),
         (),
         (
-            _call("valid", "aten.ne.Scalar", Ref("labels"), -100),
-            _call("own_count", "aten.sum.default", Ref("valid"), dtype=Dtype("int64")),
-            _call("count", "runtime.all_reduce", Ref("own_count"), axis="dp"),
+            _call("valid", TensorSpec((rows, SEQ), "bool"), "aten.ne.Scalar", Ref("labels"), -100),
+            _call("own_count", TensorSpec((), "int64"), "aten.sum.default", Ref("valid"), dtype=Dtype("int64")),
+            _call("count", TensorSpec((), "int64"), "runtime.all_reduce", Ref("own_count"), axis="dp"),
         ),
         ("count",),
     )
@@ -150,16 +151,11 @@ def _stage(s: Setup, index: int, all_rows: list[int], ids: Feed, labels: Feed) -
         stored += [
             _param(s, f"layers.{i}.gain", (HIDDEN,), (), (index,), grad=grad, tp_partial=True),
             _param(s, f"layers.{i}.up", (INNER, HIDDEN), (Chunk("tp", 0, 1, INNER, 1),), (index,), grad=grad),
-            # The inner dimension seen as [2, INNER / 2] and cut along its second factor would differ from `up`: same cut.
             _param(s, f"layers.{i}.bias", (INNER,), (Chunk("tp", 0, 1, INNER, 1),), (index,), grad=grad),
             _param(s, f"layers.{i}.down", (HIDDEN, INNER), (Chunk("tp", 1, 1, INNER, 1),), (index,), grad=grad),
         ]
     if first:
         stored.append(_param(s, "unused", (3,), (), (index,), grad=True))
-    blocks = [_embed_block()] if first else []
-    blocks += [_layer_block(s, i) for i in layers]
-    if last:
-        blocks.append(_head_block(f"h{s.num_layers}"))
     bodies = []
     for rows in all_rows:
         spec = TensorSpec((rows, SEQ, HIDDEN), s.dtype)
@@ -175,6 +171,10 @@ def _stage(s: Setup, index: int, all_rows: list[int], ids: Feed, labels: Feed) -
             sends.append(Transfer("h0", 0, num_stages - 1, spec, not s.num_frozen))
         if num_stages == 2:
             (receives if last else sends).append(Transfer("h0", 0, 1, spec, not s.num_frozen))
+        blocks = [_embed_block(spec)] if first else []
+        blocks += [_layer_block(s, i, spec) for i in layers]
+        if last:
+            blocks.append(_head_block(f"h{s.num_layers}", spec))
         bodies.append(Body(rows, tuple(blocks), tuple(receives), tuple(sends)))
     feeds = ((ids,) if first else ()) + ((labels,) if last else ())
     return StageCode(index, tuple(stored), feeds, tuple(bodies), "loss" if last else None, ("dp",) if last else (), (), ("logits",) if last else ())
@@ -184,42 +184,44 @@ def _param(s: Setup, fqn: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]
     return Stored(fqn, fqn, (), "parameter", TensorSpec(shape, s.dtype), chunks, grad, ("tp", "dp") if tp_partial else ("dp",), stages)
 
 
-def _embed_block() -> BlockCode:
-    return BlockCode("embed", ("ids",), ("embed",), (_call("h0", "aten.embedding.default", Ref("embed"), Ref("ids")),), ("h0",))
+def _embed_block(hidden: TensorSpec) -> BlockCode:
+    return BlockCode("embed", ("ids",), ("embed",), (_call("h0", hidden, "aten.embedding.default", Ref("embed"), Ref("ids")),), ("h0",))
 
 
-def _layer_block(s: Setup, i: int) -> BlockCode:
+def _layer_block(s: Setup, i: int, hidden: TensorSpec) -> BlockCode:
     h, p = f"h{i}", f"layers.{i}."
+    inner = TensorSpec((*hidden.shape[:-1], INNER // s.tp), hidden.dtype)
     return BlockCode(
         f"layers.{i}",
         (h,),
         (p + "gain", p + "up", p + "bias", p + "down"),
         (
-            _call(f"v{i}", "runtime.vary", Ref(h), axis="tp"),
-            _call(f"g{i}", "aten.mul.Tensor", Ref(f"v{i}"), Ref(p + "gain")),
-            _call(f"u{i}", "aten.linear.default", Ref(f"g{i}"), Ref(p + "up"), Ref(p + "bias")),
-            _call(f"r{i}", "aten.relu.default", Ref(f"u{i}")),
-            _call(f"d{i}", "aten.linear.default", Ref(f"r{i}"), Ref(p + "down")),
-            _call(f"a{i}", "runtime.all_reduce", Ref(f"d{i}"), axis="tp"),
-            _call(f"h{i + 1}", "aten.add.Tensor", Ref(h), Ref(f"a{i}")),
+            _call(f"v{i}", hidden, "runtime.vary", Ref(h), axis="tp"),
+            _call(f"g{i}", hidden, "aten.mul.Tensor", Ref(f"v{i}"), Ref(p + "gain")),
+            _call(f"u{i}", inner, "aten.linear.default", Ref(f"g{i}"), Ref(p + "up"), Ref(p + "bias")),
+            _call(f"r{i}", inner, "aten.relu.default", Ref(f"u{i}")),
+            _call(f"d{i}", hidden, "aten.linear.default", Ref(f"r{i}"), Ref(p + "down")),
+            _call(f"a{i}", hidden, "runtime.all_reduce", Ref(f"d{i}"), axis="tp"),
+            _call(f"h{i + 1}", hidden, "aten.add.Tensor", Ref(h), Ref(f"a{i}")),
         ),
         (f"h{i + 1}",),
         s.recompute,
     )
 
 
-def _head_block(h: str) -> BlockCode:
+def _head_block(h: str, hidden: TensorSpec) -> BlockCode:
+    rows, dtype = hidden.shape[0], hidden.dtype
     return BlockCode(
         "head",
         (h, "h0", "labels", "count"),
         ("embed",),
         (
-            _call("hs", "aten.add.Tensor", Ref(h), Ref("h0")),
-            _call("logits", "aten.linear.default", Ref("hs"), Ref("embed")),
-            _call("flat", "aten.view.default", Ref("logits"), (-1, VOCAB)),
-            _call("flat_labels", "aten.view.default", Ref("labels"), (-1,)),
-            _call("sum", "aten.cross_entropy_loss.default", Ref("flat"), Ref("flat_labels"), None, 2, -100),
-            _call("loss", "aten.div.Tensor", Ref("sum"), Ref("count")),
+            _call("hs", hidden, "aten.add.Tensor", Ref(h), Ref("h0")),
+            _call("logits", TensorSpec((rows, SEQ, VOCAB), dtype), "aten.linear.default", Ref("hs"), Ref("embed")),
+            _call("flat", TensorSpec((rows * SEQ, VOCAB), dtype), "aten.view.default", Ref("logits"), (-1, VOCAB)),
+            _call("flat_labels", TensorSpec((rows * SEQ,), "int64"), "aten.view.default", Ref("labels"), (-1,)),
+            _call("sum", TensorSpec((), dtype), "aten.cross_entropy_loss.default", Ref("flat"), Ref("flat_labels"), None, 2, -100),
+            _call("loss", TensorSpec((), dtype), "aten.div.Tensor", Ref("sum"), Ref("count")),
         ),
         ("logits", "loss"),
     )

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from runtime.executor import Executor
 from runtime.mesh import build_mesh
+from runtime.traffic import traffic
 from tests.dist.launch import run_ranks
 from tests.dist.programs import Model, Setup, build, make_batch
 
@@ -40,6 +41,8 @@ def _step(setup: Setup) -> tuple[float, float, dict[str, float]]:
     expected = model(**batch)
     expected.backward()
     loss = executor.step(batch)
+    coordinates = {name: axis.index for name, axis in executor.mesh.axes.items()}
+    assert executor.mesh.recorder.traffic() == traffic(executor.program, coordinates)
     return loss.item(), expected.item(), relative_errors(executor, model)
 
 

@@ -1,0 +1,70 @@
+"""FSDP2 under this executor: its collectives recorded, its prefetch made explicit.
+
+Its implicit backward prefetch follows the order of all forwards since the last backward, which under pipelining is not the
+order of the next backward. So every group is told which group comes next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from runtime.collective import gather_into, scatter_into, wait
+from runtime.mesh import Axis, Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class _Comm:
+    axis: Axis
+    replicas: Axis
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class RecordedAllGather(_Comm):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        work = []
+        wait(self.axis, "all_gather", output_tensor.nbytes, lambda: work.append(gather_into(output_tensor, input_tensor, group=group, async_op=async_op)))
+        return work[0]
+
+
+class RecordedReduceScatter(_Comm):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        work = []
+        wait(
+            self.axis,
+            "reduce_scatter",
+            input_tensor.nbytes,
+            lambda: work.append(scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)),
+        )
+        if self.replicas.size > 1:  # FSDP2 sums the result over the replicas itself, at once
+            self.axis.recorder.add("all_reduce", "dp", output_tensor.nbytes, self.axis.recorder.sent[-1].end_s)
+        return work[0]
+
+
+def shard(module: nn.Module, mesh: Mesh, *, zero: int) -> FSDPModule:
+    """Put a module's own parameters into one group that ZeRO stage `zero` divides over the data ranks. Gradients are sums."""
+    fully_shard(module, mesh=mesh.shards, reshard_after_forward=zero == 3)  # type: ignore[arg-type]
+    assert isinstance(module, FSDPModule)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    module.set_gradient_divide_factor(1.0)  # losses are normalised already
+    module.set_custom_all_gather(RecordedAllGather(mesh.shard_axis, mesh.replica_axis))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(RecordedReduceScatter(mesh.shard_axis, mesh.replica_axis))  # type: ignore[arg-type]
+    return module
+
+
+def chain_prefetch(forward: Sequence[FSDPModule], backward: Sequence[FSDPModule]) -> None:
+    """Each group of `forward` gathers the next one ahead, each of `backward` (in forward order) the one before it."""
+    for module, following in itertools.pairwise(forward):
+        module.set_modules_to_forward_prefetch([following])
+    for module in forward:
+        module.set_modules_to_backward_prefetch([module])  # already gathered then: no prefetch, and no implicit one
+    for module, previous in zip(backward[1:], backward[:-1], strict=True):
+        module.set_modules_to_backward_prefetch([previous])

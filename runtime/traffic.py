@@ -1,0 +1,314 @@
+"""The communication of one step, listed from the program alone: every collective of both passes, FSDP2's, the transfers,
+the deferred sums and the loss. What a run records (runtime/record.py) has to be equal to it.
+
+Instruction outputs hold *local* specs; the bytes of a collective are those of the value on the axis' ranks together:
+
+    forward                          backward, where a gradient arrives
+    all_reduce       n               -
+    vary             -               all_reduce n
+    all_gather       n               -                    (n: bytes of the output)
+    all_gather_vary  n               reduce_scatter n
+    slice            -               all_gather p n
+    reduce_scatter   p n             all_gather p n
+    all_to_all       p n             all_to_all p n
+    vocab_cross_entropy              3 all_reduces of a row statistic each, 4 with label smoothing; none backward
+    sync_batch_norm                  all_reduces of C + 1 and C; backward 2 of C, on each axis
+
+FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of those with gradients, m micro-batches:
+
+    ZeRO-3   forward m all_gather w, backward m all_gather w, m reduce_scatter g
+    ZeRO-2   forward 1 all_gather w,                          m reduce_scatter g
+    ZeRO-1   forward 1 all_gather w,                          1 reduce_scatter g
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from runtime.call import dtype_of, num_bytes
+from runtime.flow import Flow, flow, groups, has_backward
+from runtime.instr import Instr, Ref, TensorSpec, uses
+from runtime.program import BlockCode, Body, Program, StageCode, Stored
+from runtime.record import Traffic, total
+from runtime.reduction import bucket_sizes
+
+Move = tuple[str, str, str, int]  # kind, axis, phase, bytes
+Coordinates = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A collective of one instruction in one pass."""
+
+    kind: str
+    axis: str
+    num_bytes: int
+
+
+def traffic(program: Program, coordinates: Coordinates) -> tuple[Traffic, ...]:
+    """What the rank at these coordinates moves in one training step, sorted, equal (kind, axis, phase) together."""
+    return total(moves(program, coordinates))
+
+
+def moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
+    """Single operations, not in the order of execution."""
+    sizes = dict(program.axes)
+    rows = [mb.stop - mb.start for mb in program.micro_batches[coordinates.get("dp", 0)]]
+    if program.preamble is not None:
+        specs = {feed.name: _own_rows(feed.spec, feed.batch_dim, sum(rows)) for feed in program.preamble_feeds}
+        for instr in program.preamble.instrs:
+            specs.update(_specs(instr))
+            yield from ((use.kind, use.axis, "forward", use.num_bytes) for use in forward_uses(instr, specs, sizes))
+    for stage in program.stages:
+        for count in rows:
+            body = next(body for body in stage.bodies if body.rows == count)
+            yield from _body_moves(program, stage, body, sizes)
+        if sharding(program) > 1:
+            yield from _fsdp_moves(program, stage, len(rows))
+    yield from _reduction_moves(program, coordinates)
+    yield from _loss_moves(program, sizes)
+
+
+def sharding(program: Program) -> int:
+    """Number of ranks that ZeRO divides states over; 1 without."""
+    dp = dict(program.axes).get("dp", 1)
+    return (program.zero_group or dp) if program.zero else 1
+
+
+# -- instructions -------------------------------------------------------------------------------------------------------
+
+
+def _own_rows(spec: TensorSpec, batch_dim: int | None, rows: int) -> TensorSpec:
+    return spec if batch_dim is None else replace(spec, shape=(*spec.shape[:batch_dim], rows, *spec.shape[batch_dim + 1 :]))
+
+
+def _specs(instr: Instr) -> dict[str, TensorSpec]:
+    return {o.name: o.spec for o in instr.outputs if o.spec is not None}
+
+
+def _axes(instr: Instr, sizes: Mapping[str, int]) -> list[str]:
+    axis = dict(instr.kwargs).get("axis")
+    names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
+    return [name for name in names if isinstance(name, str) and sizes.get(name, 1) > 1]
+
+
+def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> tuple[Use, ...]:
+    """The collectives of an instruction's forward pass, in order; `specs` of the values known so far, its outputs included."""
+    axes = _axes(instr, sizes)
+    if not axes or not instr.target.startswith("runtime."):
+        return ()
+    name = instr.target.removeprefix("runtime.")
+    if name == "vocab_cross_entropy":
+        return _vocabulary_uses(instr, specs, axes[0])
+    if name == "sync_batch_norm":
+        channels = _channel_bytes(instr, specs)
+        counted = 0 if dict(instr.kwargs).get("count") is not None else channels // _channels(instr, specs)
+        return tuple(Use("all_reduce", axis, channels + counted) for axis in axes) + tuple(Use("all_reduce", axis, channels) for axis in axes)
+    kind = {"all_gather_vary": "all_gather"}.get(name, name)
+    return (Use(kind, axes[0], _value_bytes(instr, name, sizes[axes[0]])),) if name in _FORWARD else ()
+
+
+_FORWARD = ("all_reduce", "all_gather", "all_gather_vary", "reduce_scatter", "all_to_all")
+_BACKWARD = {
+    "vary": "all_reduce",
+    "all_gather_vary": "reduce_scatter",
+    "slice": "all_gather",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+}
+_OUTPUT_IS_PART = ("slice", "reduce_scatter", "all_to_all")
+
+
+def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> tuple[Use, ...]:
+    """The collectives of an instruction's backward pass, if a gradient arrives at its input."""
+    axes = _axes(instr, sizes)
+    if not axes or not instr.target.startswith("runtime."):
+        return ()
+    name = instr.target.removeprefix("runtime.")
+    if name == "sync_batch_norm":
+        return tuple(Use("all_reduce", axis, _channel_bytes(instr, specs)) for axis in axes for _ in range(2))
+    return (Use(_BACKWARD[name], axes[0], _value_bytes(instr, name, sizes[axes[0]])),) if name in _BACKWARD else ()
+
+
+def _value_bytes(instr: Instr, name: str, num_ranks: int) -> int:
+    spec = instr.outputs[0].spec
+    assert spec is not None, f"{instr.name} = {instr.target} has no spec"
+    return num_bytes(spec) * (num_ranks if name in _OUTPUT_IS_PART else 1)
+
+
+def _first(instr: Instr, specs: Mapping[str, TensorSpec]) -> TensorSpec:
+    operand = instr.args[0]
+    assert isinstance(operand, Ref)
+    return specs[operand.name]
+
+
+def _wide_bytes(dtype: str) -> int:
+    """Statistics of 16-bit values are kept in 32."""
+    return max(4, dtype_of(dtype).itemsize)
+
+
+def _channels(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
+    return _first(instr, specs).shape[1]
+
+
+def _channel_bytes(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
+    return _channels(instr, specs) * _wide_bytes(_first(instr, specs).dtype)
+
+
+def _vocabulary_uses(instr: Instr, specs: Mapping[str, TensorSpec], axis: str) -> tuple[Use, ...]:
+    logits = _first(instr, specs)
+    classes = logits.shape[1 if len(logits.shape) > 1 else 0]
+    smoothing = instr.args[5] if len(instr.args) > 5 else dict(instr.kwargs).get("label_smoothing", 0.0)
+    size = math.prod(logits.shape) // classes * _wide_bytes(logits.dtype)
+    return (Use("all_reduce", axis, size),) * (4 if smoothing else 3)
+
+
+# -- one micro-batch ----------------------------------------------------------------------------------------------------
+
+
+def body_specs(stage: StageCode, body: Body, sizes: Mapping[str, int]) -> dict[str, TensorSpec]:
+    """Local specs of everything that a body reads or makes."""
+    specs = {stored.name: replace(stored.spec, shape=local_shape(stored, sizes)) for stored in stage.stored}
+    specs.update({feed.name: _own_rows(feed.spec, feed.batch_dim, body.rows) for feed in stage.feeds})
+    specs.update({t.value: t.spec for t in body.receives})
+    for block in body.blocks:
+        for instr in block.instrs:
+            specs.update(_specs(instr))
+    return specs
+
+
+def local_shape(stored: Stored, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that is left after `Stored.chunks`, before ZeRO."""
+    shape = list(stored.spec.shape)
+    for chunk in stored.chunks:
+        shape[chunk.dim] //= sizes.get(chunk.axis, 1)
+    return tuple(shape)
+
+
+def _body_moves(program: Program, stage: StageCode, body: Body, sizes: Mapping[str, int]) -> Iterator[Move]:
+    specs, found = body_specs(stage, body, sizes), flow(stage, body)
+    for block in body.blocks:
+        for instr in block.instrs:
+            for use in forward_uses(instr, specs, sizes):
+                yield use.kind, use.axis, "forward", use.num_bytes
+                if block.recompute != "none" and is_recomputed(block, found):
+                    yield use.kind, use.axis, "backward", use.num_bytes
+            if gradient_passes(instr, found):
+                yield from ((use.kind, use.axis, "backward", use.num_bytes) for use in backward_uses(instr, specs, sizes))
+    ranks = program.stage_ranks
+    for transfer in body.sends:
+        if ranks[transfer.dst] != ranks[transfer.src]:
+            yield "send", "pp", "forward", num_bytes(transfer.spec)
+    for transfer in body.receives:
+        if transfer.grad and ranks[transfer.dst] != ranks[transfer.src]:
+            yield "send", "pp", "backward", num_bytes(transfer.spec)
+
+
+def is_recomputed(block: BlockCode, found: Flow) -> bool:
+    return has_backward(block, found)
+
+
+def gradient_passes(instr: Instr, found: Flow) -> bool:
+    """Whether the backward pass goes through an instruction: a gradient arrives at an output, and an operand needs one."""
+    return any(o.name in found.arrives for o in instr.outputs) and any(name in found.needs for name in uses(instr)[:1])
+
+
+# -- once a step --------------------------------------------------------------------------------------------------------
+
+
+def _fsdp_moves(program: Program, stage: StageCode, num_micro_batches: int) -> Iterator[Move]:
+    for group in fsdp_groups(program, stage):
+        gathers = num_micro_batches if program.zero == 3 else 1
+        reductions = 1 if program.zero == 1 else num_micro_batches
+        yield from [("all_gather", "dp", "forward", group.weight_bytes)] * gathers
+        if group.has_backward and program.zero == 3:
+            yield from [("all_gather", "dp", "backward", group.weight_bytes)] * gathers
+        if group.grad_bytes:
+            yield from [("reduce_scatter", "dp", "backward", group.grad_bytes)] * reductions
+            if program.zero_group not in (None, dict(program.axes).get("dp", 1)):
+                yield from [("all_reduce", "dp", "backward", group.grad_bytes // sharding(program))] * reductions
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that FSDP2 gathers together: of a block, or of the stage (None). Padded bytes."""
+
+    block: str | None
+    names: tuple[str, ...]
+    weight_bytes: int
+    grad_bytes: int
+    has_backward: bool
+
+
+def fsdp_groups(program: Program, stage: StageCode) -> tuple[Group, ...]:
+    """The groups of a stage, blocks in order, the stage's own last."""
+    sizes, num_ranks = dict(program.axes), sharding(program)
+    body = stage.bodies[0]
+    found, stored = flow(stage, body), {s.name: s for s in stage.stored}
+    blocks = {block.name: block for block in body.blocks}
+
+    def padded(name: str) -> int:
+        rows, *rest = local_shape(stored[name], sizes) or (1,)
+        return math.ceil(rows / num_ranks) * num_ranks * math.prod(rest) * dtype_of(stored[name].spec.dtype).itemsize
+
+    out = []
+    for owner, names in groups(stage, is_split_backward=is_split_backward(program)):
+        passes = has_backward(blocks[owner], found) if owner is not None else bool(found.arrives)
+        grads = sum(padded(name) for name in names if name in found.arrives and stored[name].requires_grad)
+        out.append(Group(owner, names, sum(padded(name) for name in names), grads, passes))
+    return tuple(out)
+
+
+def is_split_backward(program: Program) -> bool:
+    return program.schedule in ("zb", "zbv")
+
+
+def _grads(program: Program) -> list[Stored]:
+    """Trainable parameters that get a gradient, in the order of the program; those of tied ones on every stage."""
+    out = []
+    for stage in program.stages:
+        arrives = flow(stage, stage.bodies[0]).arrives
+        out += [s for s in stage.stored if s.kind == "parameter" and s.requires_grad and s.name in arrives]
+    return out
+
+
+def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> int:
+    """Bytes of a parameter at rest on one rank."""
+    shape = local_shape(stored, dict(program.axes))
+    parts = sharding(program)
+    if parts > 1 and stored.kind == "parameter":
+        rows, *rest = shape or (1,)
+        each, index = math.ceil(rows / parts), coordinates.get("dp", 0) % parts
+        shape = (max(0, min(rows, (index + 1) * each) - index * each), *rest)
+    return math.prod(shape) * dtype_of(stored.spec.dtype).itemsize
+
+
+def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
+    sizes, is_sharded = dict(program.axes), sharding(program) > 1
+    grads = [(s, tuple(a for a in s.partial if not (is_sharded and a == "dp"))) for s in _grads(program)]
+    for place, axis in sorted({(place, axis) for _, axes in grads for place, axis in enumerate(axes)}):
+        if sizes.get(axis, 1) == 1:
+            continue
+        by_dtype: dict[str, list[int]] = {}
+        for stored, axes in grads:
+            if axes[place : place + 1] == (axis,):
+                by_dtype.setdefault(stored.spec.dtype, []).append(shard_bytes(stored, program, coordinates))
+        for own in by_dtype.values():
+            yield from (("all_reduce", axis, "reduce", sum(bucket)) for bucket in bucket_sizes(own))
+    ranks, me = program.stage_ranks, coordinates.get("pp", 0)
+    tied = {s.fqn: s for stage in program.stages for s in stage.stored if len(s.stages) > 1 and s.requires_grad and s.kind == "parameter"}
+    for stored in tied.values():
+        holders = list(dict.fromkeys(ranks[s] for s in sorted(stored.stages)))
+        sends = (len(holders) - 1 if holders[0] == me else 1) if len(holders) > 1 else 0
+        yield from [("send", "tied", "reduce", shard_bytes(stored, program, coordinates))] * sends
+
+
+def _loss_moves(program: Program, sizes: Mapping[str, int]) -> Iterator[Move]:
+    """The loss is summed as one float64, then told to all stages with its dtype."""
+    for stage in program.stages:
+        if stage.loss is not None:
+            yield from (("all_reduce", axis, "reduce", 8) for axis in stage.loss_partial if sizes.get(axis, 1) > 1)
+    if sizes.get("pp", 1) > 1:
+        yield "all_reduce", "pp", "reduce", 16
