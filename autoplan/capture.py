@@ -124,7 +124,9 @@ def _flatten(batch: Batch) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...], A
     if isinstance(batch, Mapping):
         batch = dict(batch)
     if not isinstance(batch, (dict, tuple)):
-        raise CaptureError(f"a batch is a dict (keyword arguments) or a tuple (positional arguments), not {type(batch).__name__}: write ({type(batch).__name__.lower()},)")
+        raise CaptureError(
+            f"a batch is a dict (keyword arguments) or a tuple (positional arguments), not {type(batch).__name__}: write ({type(batch).__name__.lower()},)"
+        )
     leaves, treedef = pytree.tree_flatten_with_path(batch)
     paths, tensors, plain = [], [], {}
     for i, (path, leaf) in enumerate(leaves):
@@ -146,7 +148,9 @@ def _rows(paths: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[in
         listed = ", ".join(f"{path}: {n}" for path, n in sizes.items())
         raise CaptureError(f"dim 0 of every batch tensor must be the number of rows (or 1), but the sizes differ ({listed}): give all tensors the same rows")
     if not distinct:
-        return 1, ("the batch has one row, so what depends on the rows cannot be told apart: data parallelism and micro-batches need an example of at least 2 rows",)
+        return 1, (
+            "the batch has one row, so what depends on the rows cannot be told apart: data parallelism and micro-batches need an example of at least 2 rows",
+        )
     return distinct[0], ()
 
 
@@ -154,7 +158,9 @@ def _refuse(model: nn.Module) -> None:
     """Raise for what an export would silently change."""
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
-            raise CaptureError("capture was called inside torch.autocast, which an export drops: leave the context and use precision='bf16' (or autocast inside the model's forward)")
+            raise CaptureError(
+                "capture was called inside torch.autocast, which an export drops: leave the context and use precision='bf16' (or autocast inside the model's forward)"
+            )
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"module {name!r}" if name else "the model"
         if isinstance(module, nn.parallel.DistributedDataParallel) or kind in ("FullyShardedDataParallel",) or kind.startswith("FSDP"):
@@ -198,7 +204,9 @@ def _no_custom_function() -> Iterator[None]:
         if cls.__name__.startswith("GeneratedBackwardFor_"):  # of a torch.library operator, which the graph calls whole
             return original.__get__(None, cls)(*args, **kwargs)
         if cls.__name__ == "CheckpointFunction":
-            raise _Refused("re-entrant activation checkpointing is a custom autograd.Function, whose backward an export loses: pass use_reentrant=False, or leave it to the plan")
+            raise _Refused(
+                "re-entrant activation checkpointing is a custom autograd.Function, whose backward an export loses: pass use_reentrant=False, or leave it to the plan"
+            )
         raise _Refused(f"the custom autograd.Function {cls.__name__} would lose its backward: register it as a torch.library operator with register_autograd")
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -222,7 +230,9 @@ def _export(wrapper: _Wrapper, example: tuple[torch.Tensor, ...]) -> torch.expor
         if isinstance(error, _Refused):
             raise CaptureError(f"{at}{error}") from error
         if "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or "Dynamic control flow" in str(error):
-            raise CaptureError(f"{at}control flow or a size depends on data, which a plan cannot follow: use torch.where or a mask instead ({_first_line(error)})") from error
+            raise CaptureError(
+                f"{at}control flow or a size depends on data, which a plan cannot follow: use torch.where or a mask instead ({_first_line(error)})"
+            ) from error
         raise CaptureError(f"{at}the model cannot be captured: {type(error).__name__}: {_first_line(error)}") from error
     finally:
         torch.set_rng_state(state)

@@ -1,6 +1,6 @@
 """Expansions as late as they can be: an elementwise operator runs on what varies, and attention reads a narrow mask.
 
-    op(expand(x), y) -> expand(op(x, y))        attention(..., mask=expand(m)) -> attention(..., mask=m)
+op(expand(x), y) -> expand(op(x, y))        attention(..., mask=expand(m)) -> attention(..., mask=m)
 """
 
 from __future__ import annotations

@@ -276,4 +276,3 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
 def _keeps_rows(rewriter: Rewriter, leaf: str, value: torch.Tensor) -> bool:
     """A mask may be narrow in batch and heads, but attention kernels want its last two dims whole."""
     return rewriter.specs[leaf].shape[-2:] == tuple(value.shape[-2:])
-

@@ -59,6 +59,8 @@ class _Functionalizer:
                 self.refresh(name, step)
             if step.instr.target == _BATCH_NORM and _writes(step.instr):
                 self.batch_norm(step)
+            elif step.instr.target == "aten.detach_.default":
+                self.detach(step)
             elif _mutable(step.instr.target):
                 self.write(step)
             else:
@@ -104,6 +106,14 @@ class _Functionalizer:
         self.rewriter.steps.append(replace(step, instr=replace(step.instr, outputs=outputs, args=args, kwargs=kwargs)))
         self.rewriter.rename(name, outputs[index].name)
         self.seen[name] = now
+
+    def detach(self, step: Step) -> None:
+        """`x.detach_()` changes nothing but where gradients go from here."""
+        old = step.instr.args[0]
+        assert isinstance(old, Ref)
+        value = self.rewriter.emit(step, "aten.detach.default", self.rewriter.args(step), spec=step.instr.outputs[0].spec)
+        self.rewriter.rename(old.name, value)
+        self.rewriter.rename(step.instr.name, value)
 
     def write(self, step: Step) -> None:
         operands = uses(step.instr)
