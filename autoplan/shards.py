@@ -33,13 +33,16 @@ def window(dims: Dims, layout: Split) -> Window:
     return layout.dim, math.prod(sizes[:k]), sizes[k], math.prod(sizes[k + 1 :])
 
 
-def cut(x: torch.Tensor, dims: Dims, layout: Layout, degree: int) -> list[torch.Tensor]:
-    """What each rank holds of a value (not PARTIAL), or of its cotangent."""
+def cut(x: torch.Tensor, dims: Dims, layout: Layout, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """What each rank holds of a value (not PARTIAL), or of the cotangent of one (not VARY).
+
+    Rank r holds `lengths[r]` entries of the factor that a Split divides.
+    """
     if not isinstance(layout, Split):
-        return [x] * degree
+        return [x] * len(lengths)
     dim, outer, size, inner = window(dims, layout)
-    seen = x.reshape(*x.shape[:dim], outer, degree, size // degree, inner, *x.shape[dim + 1 :])
-    return [part.reshape(*x.shape[:dim], outer * (size // degree) * inner, *x.shape[dim + 1 :]) for part in seen.unbind(dim + 1)]
+    seen = x.reshape(*x.shape[:dim], outer, size, inner, *x.shape[dim + 1 :])
+    return [part.reshape(*x.shape[:dim], outer * part.shape[dim + 1] * inner, *x.shape[dim + 1 :]) for part in seen.split(list(lengths), dim + 1)]
 
 
 def addends(x: torch.Tensor, degree: int) -> list[torch.Tensor]:
@@ -48,27 +51,28 @@ def addends(x: torch.Tensor, degree: int) -> list[torch.Tensor]:
     return [x - torch.stack(rest).sum(0), *rest]
 
 
-def joined(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout) -> torch.Tensor:
+def joined(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, lengths: Sequence[int]) -> torch.Tensor:
     """The value that ranks hold as `layout`. Raises Differs where shapes or copies disagree."""
     if layout == PARTIAL:
         return torch.stack(parts).sum(0)
     if not isinstance(layout, Split):
         return _equal(what, parts)
-    dim, outer, size, inner = window(dims, layout)
+    dim, outer, _, inner = window(dims, layout)
     shape = tuple(math.prod(sizes) for sizes in dims)
-    expected = (*shape[:dim], shape[dim] // len(parts), *shape[dim + 1 :])
-    for part in parts:
+    seen = []
+    for part, length in zip(parts, lengths, strict=True):
+        expected = (*shape[:dim], outer * length * inner, *shape[dim + 1 :])
         if tuple(part.shape) != expected:
             raise Differs(f"{what} has the local shape {tuple(part.shape)}, expected {expected}")
-    seen = [part.reshape(*part.shape[:dim], outer, 1, size // len(parts), inner, *part.shape[dim + 1 :]) for part in parts]
+        seen.append(part.reshape(*shape[:dim], outer, length, inner, *shape[dim + 1 :]))
     return torch.cat(seen, dim + 1).reshape(shape)
 
 
-def joined_grad(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout) -> torch.Tensor:
+def joined_grad(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, lengths: Sequence[int]) -> torch.Tensor:
     """The gradient of a value that was read as `layout`, from the ranks' own."""
     if layout == VARY:
         return torch.stack(parts).sum(0)
-    return joined(what, parts, dims, WHOLE if layout == PARTIAL else layout)
+    return joined(what, parts, dims, WHOLE if layout == PARTIAL else layout, lengths)
 
 
 def _equal(what: str, parts: list[torch.Tensor]) -> torch.Tensor:

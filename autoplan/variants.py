@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.drawing import drawing
 from autoplan.errors import UsageError
 from autoplan.graph import Graph, Op, Option, Value
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Mode, Split, conversion
@@ -150,11 +151,12 @@ class Emitter:
             extra.append(("axis", divided[0] if len(divided) == 1 else tuple(divided)))
         if target == "runtime.sync_batch_norm":
             extra.append(("count", self._statistics_count(op)))
-        if op.random:
-            first = writes[op.outputs[0]]
-            split = [a.name for a, layout in zip(self.axes, first, strict=True) if a.degree > 1 and isinstance(layout, Split)]
-            if instr.target.startswith("runtime."):
-                extra.append(("axes", tuple(split)))
+        if op.random and instr.target.startswith("runtime."):
+            layouts = writes[op.outputs[0]]
+            axes = [(axis.name, axis.degree) for axis in self.axes]
+            extra += drawing(
+                self.graph, self.graph.values[op.outputs[0]], axes, layouts, lambda value, where, number: self.chunk(value, where, number, layouts)
+            )
         if instr.target == "runtime.scale_by_count":
             return replace(instr, args=(instr.args[0], self._rescaled(op, instr.args[1])))
         return replace(instr, target=target or instr.target, kwargs=(*instr.kwargs, *extra))

@@ -2,9 +2,9 @@
 hold the same values and distinct on ranks that hold different ones.
 
 Where the tensor lies in the global one is told per axis: `windows[i]` = (dim, outer, size, inner) says that the ranks
-of `axes[i]` divide the middle of dimension `dim`, which is [outer, size, inner] before that cut; `rows` =
-(dim, outer, inner) says where the rows of the batch are, whose global offset is the micro-batch's. Only masks by
-element read them.
+of `axes[i]` divide the middle of dimension `dim`, which is [outer, size, inner] before that cut; () is an axis that
+divides the rows of the batch. `rows` = (dim, outer, inner) says where those are in the dense tensor; which ones they
+are is the micro-batch's to say. Only masks by element read `windows` and `rows`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 from runtime.mesh import Axis
 from runtime.random import RandomState, Window, coordinate_mask, current_state, element_mask
 
-Where = Sequence[tuple[int, int, int, int]]
-Rows = tuple[int, int, int] | None
+Where = Sequence[Sequence[int]]
+
+Rows = Sequence[int] | None
 
 
 def dropout(x: torch.Tensor, p: float, op_id: str | int, *, axes: Sequence[Axis] = (), windows: Where = (), rows: Rows = None) -> torch.Tensor:
@@ -69,18 +70,19 @@ def _mask(
 ) -> torch.Tensor:
     if not state.exact:
         return coordinate_mask(state, op_id, tuple(axis.index for axis in axes), shape, 1.0 - p, device)
-    if len(windows) != len(axes):
-        raise ValueError(f"a mask by element needs one window for each axis, found {len(windows)} windows for {len(axes)} axes: {windows}")
-    cuts = [
-        Window(dim, outer, size, inner, size // axis.size * axis.index, size // axis.size)
-        for axis, (dim, outer, size, inner) in zip(axes, windows, strict=True)
-    ]
+    if len(windows) != len(axes) or (rows is None and not all(windows)):
+        raise ValueError(f"a mask by element needs the place of its part on each of {len(axes)} axes, found windows {list(windows)} and rows {rows}")
+    cuts = []
+    for axis, window in zip(axes, windows, strict=True):
+        if window:
+            dim, outer, size, inner = window
+            cuts.append(Window(dim, outer, size, inner, size // axis.size * axis.index, size // axis.size))
     if rows is not None:
         cuts.insert(0, _row_window(rows, cuts, state.row_start, shape))
     return element_mask(state, op_id, tuple(cuts), 0 if rows is None else rows[0], shape, 1.0 - p, device)
 
 
-def _row_window(rows: tuple[int, int, int], cuts: list[Window], start: int, shape: tuple[int, ...]) -> Window:
+def _row_window(rows: Sequence[int], cuts: list[Window], start: int, shape: tuple[int, ...]) -> Window:
     """The rows of a micro-batch, cut from a batch of any size: rows are outermost in their dimension."""
     dim, outer, inner = rows
     if outer != 1:
