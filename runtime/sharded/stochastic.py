@@ -62,7 +62,18 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     shape = (*q.shape[:-1], k.shape[-2])
     kept = _mask(state, dropout_p, op_id, axes, windows, rows, shape, q.device)
-    return torch.ops.aten._scaled_dot_product_attention_math.default(q, k, v, mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa)[0]
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    queries, keys, values = q.to(wide), k.to(wide), v.to(wide)
+    if enable_gqa:
+        keys, values = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (keys, values))
+    scores = queries * (q.shape[-1] ** -0.5 if scale is None else scale) @ keys.transpose(-2, -1)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(shape[-2:], dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    # A row that is masked everywhere attends to nothing: zero, as in the operator itself.
+    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    return (_Masked.apply(weights, kept, dropout_p) @ values).to(q.dtype)
 
 
 def _mask(

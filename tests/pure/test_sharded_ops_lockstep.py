@@ -223,10 +223,15 @@ class TestDropout:
 
 
 class TestAttention:
-    @pytest.mark.parametrize("causal, masked, gqa", [(False, False, False), (True, False, False), (False, True, False), (True, False, True)])
+    @pytest.mark.parametrize(
+        "causal, masked, gqa", [(False, None, False), (True, None, False), (False, "float", False), (False, "bool", True), (True, None, True)]
+    )
     def test_with_a_mask_that_keeps_all_it_is_torchs(self, causal, masked, gqa):
         q, k, v = leaf(2, 4, 5, 8), leaf(2, 2 if gqa else 4, 5, 8, seed=1), leaf(2, 2 if gqa else 4, 5, 8, seed=2)
         mask = leaf(5, 5, seed=3).detach() if masked else None
+        if masked == "bool":
+            mask = mask > 0
+            mask[2] = False  # a query that may look at nothing
         tiny = 1e-14  # so small that nothing is dropped, yet on the keyed path
         with use_state(STATE):
             found = attention(q, k, v, mask, tiny, causal, None, gqa, "op")
@@ -235,6 +240,13 @@ class TestAttention:
         dy = torch.randn_like(wanted)
         for a, b in zip(torch.autograd.grad(found, (q, k, v), dy), torch.autograd.grad(wanted, (q, k, v), dy), strict=True):
             assert close(a, b)
+
+    def test_bfloat16_is_computed_in_fp32(self):
+        q, k, v = (leaf(2, 4, 16, 8, seed=s).detach().bfloat16() for s in range(3))
+        with use_state(STATE):
+            found = attention(q, k, v, None, 0.5, True, None, False, "op")
+            wanted = attention(q.double(), k.double(), v.double(), None, 0.5, True, None, False, "op")
+        assert found.dtype == torch.bfloat16 and close(found.double(), wanted, 4e-3)
 
     def test_exact_masks_are_equal_when_heads_are_divided(self):
         q, k, v = (leaf(2, 4, 5, 8, seed=s).detach() for s in range(3))
