@@ -6,7 +6,7 @@ micro-batches, n stages and W seconds of one micro-batch through all blocks,
 
     T >= W / (1 - (1 - 1/m)^n)      stage j ends no sooner than m w_j + sum of w_i, i < j; the best w_j make these equal
     T >= m * (heaviest block)
-    T >= O / n                      O = m W + what follows the last backward, summed over all blocks: some stage has its share
+    T >= O / n                      O = m W + optimizer and unhidden sums of gradients, over all blocks: some stage has its share
 
     step 0: W from the FLOPs at the device's peak       (analytic prices only, which never beat it)
     step 1: W from the fastest option of every operator, no communication
@@ -37,9 +37,9 @@ from autoplan.errors import InfeasibleError
 from autoplan.forecast import Memory
 from autoplan.graph import Graph, options
 from autoplan.load import StageLoad
-from autoplan.price import Pricer
+from autoplan.price import Pricer, axis_group, bytes_of
 from autoplan.problem import Price
-from autoplan.simulate import Durations, Step, durations, received_bytes, replay, stage_memory
+from autoplan.simulate import BUCKET_BYTES, Durations, Step, durations, received_bytes, replay, stage_memory
 from autoplan.space import Shape, Space, Storing, space
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster
@@ -219,7 +219,10 @@ class Searcher:
 
     def _operator_bound(self, shape: Shape) -> float:
         total, heaviest = self._chooser(shape).least()
-        return max(_ramp(total, shape.pp, shape.num_micro_batches), shape.num_micro_batches * heaviest)
+        m, price = shape.num_micro_batches, self._price(shape)
+        parameters = sum(bytes_of(v.spec.shape, v.spec.dtype) for v in self.task.graph.parameters() if v.requires_grad)
+        shared = (m * total + price.per_parameter_byte_s * parameters / shape.tp) / shape.pp
+        return max(_ramp(total, shape.pp, m), m * heaviest, shared)
 
     def _program_bound(self, shape: Shape) -> float:
         chooser, price = self._chooser(shape), self._price(shape)
@@ -250,8 +253,18 @@ class Searcher:
         return {"bf16": "bfloat16", "fp16": "float16"}.get(self.task.precision or "", "float32")
 
     def _price(self, shape: Shape) -> Price:
-        shares = shape.dp if self.task.constraints.zero != 0 else 1
-        return Price(shape.num_micro_batches, self._optimizer_s / _parameter_width(self.task.graph) / shares)
+        """What parameters cost after the passes at least, whatever the ZeRO stage: the optimizer, and sums that nothing hides."""
+        zero = self.task.constraints.zero
+        width = _parameter_width(self.task.graph)
+        seconds = self._optimizer_s / width / (shape.dp if zero != 0 else 1)
+        if shape.dp > 1 and (zero == 0 or not self.overlap):
+            group = axis_group(shape.axes, "dp")
+            bucket, large = BUCKET_BYTES, 2**30
+            reduce_s = self.pricer.collective("all_reduce", bucket, group) / bucket * self.width.gradient / width
+            gather_s = self.pricer.collective("all_gather", large, group) / large * self.width.parameter / width
+            scatter_s = self.pricer.collective("reduce_scatter", large, group) / large * self.width.gradient / width
+            seconds += reduce_s if zero == 0 else gather_s + scatter_s if zero else min(reduce_s, gather_s + scatter_s)
+        return Price(shape.num_micro_batches, seconds)
 
     def _chooser(self, shape: Shape) -> Chooser:
         key = (shape.rows, shape.tp)
