@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from autoplan.capture import capture
-from autoplan.shardsim import prove_graph
+from autoplan.graph import Graph
+from autoplan.shardsim import ProofRow, prove_batch_axis, prove_graph
 from tests.zoo import ZOO, Built, bert, gpt2, llama
 
 torch.set_num_threads(1)
@@ -20,11 +21,22 @@ WITH_DROPOUT: dict[str, Callable[[], Built]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*ZOO, *WITH_DROPOUT])
-def test_every_division_offered_in_a_model_is_right(name):
-    model, batch = (ZOO | WITH_DROPOUT)[name]()
-    graph = capture(model, batch, check=False)
+@pytest.fixture(scope="module", params=[*ZOO, *WITH_DROPOUT])
+def graph(request) -> Graph:
+    model, batch = (ZOO | WITH_DROPOUT)[request.param]()
+    return capture(model, batch, check=False)
+
+
+def faults(rows: tuple[ProofRow, ...]) -> str:
+    return "\n".join(f"{row.op} = {row.target}, {row.option} on {row.degree} ranks: {row.proof.reason}" for row in rows if not row.proof.ok)
+
+
+def test_every_division_offered_in_a_model_is_right(graph):
     rows = prove_graph(graph)
-    wrong = [f"{row.op} = {row.target}, {row.option} on {row.degree} ranks: {row.proof.reason}" for row in rows if not row.proof.ok]
-    assert not wrong, "\n".join(wrong)
+    assert not faults(rows)
     assert any(row.target in ("aten.linear.default", "aten.conv2d.default") for row in rows) and any(row.option.startswith("partial") for row in rows)
+
+
+def test_the_batch_divides_into_unequal_shares(graph):
+    rows = prove_batch_axis(graph, (5, 2, 1))
+    assert not faults(rows) and len(rows) > 5
