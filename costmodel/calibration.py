@@ -1,7 +1,7 @@
 """Calibration: the few physical constants that prices rest on, by device type, link and software stack.
 
 Kept in costmodel/data/calibration.json with the provenance of each; `benchmarks/accuracy/predict.py --fit` makes others.
-A device or link that is not listed gets the constants called "default".
+A device, link or stack that is not listed gets the constants called "default"; a device may be listed by its chip ("A100").
 """
 
 from __future__ import annotations
@@ -46,15 +46,31 @@ class LinkConstants:
 
 @dataclass(frozen=True, slots=True)
 class StackConstants:
-    """Of one software stack. fused_share: share of memory-bound time left after fusion (1: eager). flash: fused
-    attention. slowdown: factor on compute while a collective runs beside it. slack: share of memory that the
-    allocator holds beyond what is live. launch_factor: host time a kernel relative to bare launches."""
+    """Of one software stack: how it runs the same mathematics.
+
+    fused_share: share of memory-bound time left after fusion (1: one kernel an operator). flash: fused attention.
+    launch_factor: host time a kernel relative to a bare launch. step_s: host time a step (clip, optimizer, logging).
+    slowdown: factor on compute while a collective runs beside it. gradient_overlap, gather_overlap, tensor_overlap: shares
+    of the gradient reduction, the ZeRO-3 gathers and the tensor-axis collectives that may run behind compute.
+    gemm_share: what this stack's libraries reach of the device's best products. gather_efficiency: what its ZeRO-3 gathers
+    reach of a collective's bandwidth. ring_factor: attention time under context parallelism relative to one device.
+    slack: memory that the allocator holds beyond what is live, as a share of the activations. reserve_bytes: buffers of
+    the stack and its communicators besides the device's context.
+    """
 
     fused_share: float = 1.0
     flash: bool = True
-    slowdown: float = 1.19
-    slack: float = 0.04
     launch_factor: float = 1.0
+    step_s: float = 0.01
+    slowdown: float = 1.19
+    gradient_overlap: float = 1.0
+    gather_overlap: float = 1.0
+    tensor_overlap: float = 0.0
+    gemm_share: float = 1.0
+    gather_efficiency: float = 1.0
+    ring_factor: float = 1.3
+    slack: float = 0.1
+    reserve_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,8 @@ class Calibration:
     provenance: Mapping[str, str]
 
     def device(self, name: str) -> DeviceConstants:
-        return self.devices.get(name, self.devices["default"])
+        """Of a device by its name, else by its chip (the name's first word), else the default."""
+        return self.devices.get(name) or self.devices.get(name.partition("-")[0], self.devices["default"])
 
     def link(self, name: str) -> LinkConstants:
         return self.links.get(name, self.links["default"])

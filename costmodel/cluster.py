@@ -3,7 +3,8 @@
 Ranks fill groups, and nodes within a group, in order. A tier joins `domain` consecutive ranks; every
 `shared_by` of them leave through one port of `bandwidth_bytes_per_s` (per direction). An NVLink switch of
 eight GPUs is a tier of domain 8 with a port a device; a fabric with one NIC a node has a port shared by the
-node. The last tier of a group spans the group; `fabric` joins groups.
+node. Devices wired to each other without a switch have `peers` wires a port: a group of p uses (p - 1) / peers of it.
+The last tier of a group spans the group; `fabric` joins groups.
 
 Bandwidth is stated nominal, and measured where known: prices use the measured value when there is one.
 """
@@ -31,6 +32,7 @@ class Tier:
     latency_s: float
     bandwidth_bytes_per_s: float
     measured_bytes_per_s: float | None = None
+    peers: int = 0  # 0: a switch
 
     @property
     def port_bytes_per_s(self) -> float:
@@ -48,7 +50,6 @@ class Device:
     memory_bytes_per_s: float
     peak_flops_per_s: tuple[tuple[str, float], ...]
     num_sms: int = 1
-    ceiling: float | None = None  # largest share of the peak that a matrix product was seen to reach
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of `dtype`; of the next wider type that the device has where it lacks it."""

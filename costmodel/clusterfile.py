@@ -12,6 +12,7 @@
 
 `gb` is 1e9 bytes, `gib` 2**30. `shared_by`: devices that share a port (default: 1 in the first tier, the node's
 devices after it). `domain`: devices that a tier joins (default: the node in the first tier, everything in the last).
+`peers`: wires of a device to others where there is no switch.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ class _Device(_Strict):
     memory_gb_per_s: Positive
     peak_tflops: _Peaks
     num_sms: Count = 1
-    ceiling: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class _Tier(_Strict):
@@ -73,6 +73,7 @@ class _Tier(_Strict):
     latency_us: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bandwidth_gb_per_s: Positive
     measured_gb_per_s: Positive | None = None
+    peers: Annotated[int, Field(ge=0, strict=True)] = 0
 
 
 class _Preset(_Strict):
@@ -154,7 +155,7 @@ def _preset(name: str) -> _Preset:
 
 def _device(form: _Device) -> Device:
     peaks = {DTYPES[k]: v * 1e12 for k, v in form.peak_tflops.model_dump(exclude_none=True).items()}
-    return Device(form.name, form.kind, int(form.memory_gib * 2**30), form.memory_gb_per_s * 1e9, peaks_of(peaks), form.num_sms, form.ceiling)
+    return Device(form.name, form.kind, int(form.memory_gib * 2**30), form.memory_gb_per_s * 1e9, peaks_of(peaks), form.num_sms)
 
 
 def _tiers(file: str, forms: list[_Tier], num_nodes: int, per_node: int) -> tuple[Tier, ...]:
@@ -175,7 +176,7 @@ def _tiers(file: str, forms: list[_Tier], num_nodes: int, per_node: int) -> tupl
 
 def _tier(form: _Tier, domain: int, shared_by: int) -> Tier:
     measured = form.measured_gb_per_s * 1e9 if form.measured_gb_per_s else None
-    return Tier(form.name, domain, form.shared_by or shared_by, form.latency_us * 1e-6, form.bandwidth_gb_per_s * 1e9, measured)
+    return Tier(form.name, domain, form.shared_by or shared_by, form.latency_us * 1e-6, form.bandwidth_gb_per_s * 1e9, measured, form.peers)
 
 
 def _validate(model: type[T], content: object, file: str) -> T:

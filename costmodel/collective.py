@@ -6,7 +6,8 @@ Wire volume a rank sends, n bytes of the whole tensor, p ranks (Thakur, Rabensei
 
 A tier carries what the group's ports carry, shared with the twins that leave through the same ports:
 
-    rate   = ports of the group in one lower domain * port_bytes_per_s * efficiency / twins at a port
+    rate   = ports of the group in one lower domain * port_bytes_per_s * efficiency / twins at a port,
+             times (p-1) / peers where devices are wired to each other without a switch
     ring   : base + steps * latency + volume / (rate of the slowest tier); steps = p-1 (all_reduce 2(p-1))
     tree   : base + 2 ceil(log2 p) latency + 2 n / rate                       (all_reduce: small messages)
     levels : base + sum over tiers of steps * latency + (fan-1)/fan n / rate  (all_reduce twice), fan = domains joined
@@ -49,7 +50,8 @@ def levels(group: RankGroup, cluster: Cluster, calibration: Calibration) -> tupl
             share = 1.0 if tier.measured_bytes_per_s else constants.efficiency
             ports = min(inside, -(-inside * group.stride // tier.shared_by), max(1, domain // tier.shared_by))
             twins = max(1, min(group.concurrent, group.stride, tier.shared_by))
-            found.append(Level(tier, fan, inside, ports * tier.port_bytes_per_s * share / twins, constants.base_s))
+            wired = min(1.0, (fan - 1) / tier.peers) if tier.peers else 1.0
+            found.append(Level(tier, fan, inside, ports * tier.port_bytes_per_s * share * wired / twins, constants.base_s))
             inside = members
         domain = tier.domain
     return tuple(found)
@@ -86,4 +88,4 @@ def _send_s(collective: Collective, cluster: Cluster, calibration: Calibration) 
     constants = calibration.link(tier.name)
     share = 1.0 if tier.measured_bytes_per_s else constants.efficiency
     twins = min(max(1, group.concurrent), tier.shared_by)
-    return constants.base_s + tier.latency_s + collective.num_bytes / (tier.port_bytes_per_s * share / twins)
+    return constants.base_s + tier.latency_s + collective.num_bytes / (tier.port_bytes_per_s * share / max(1, tier.peers) / twins)

@@ -86,7 +86,7 @@ class _Rate:
         return Cost((seconds + kernels * self.constants.kernel_s) * share, kernels)
 
     def gemm(self, sizes: Gemm, dtype: str) -> Cost:
-        return Cost(gemm_s(sizes, dtype, item_bytes(dtype), self.device, self.constants), 1)
+        return Cost(gemm_s(sizes, dtype, item_bytes(dtype), self.device, self.constants) / self.stack.gemm_share, 1)
 
     def flops(self, flops: float, dtype: str, share: float) -> Cost:
         return Cost(flops / (self.device.peak(dtype) * share) + self.constants.kernel_s, 1)

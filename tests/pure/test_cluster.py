@@ -62,7 +62,7 @@ def test_a_file_mixes_devices_and_ranks_fill_nodes_in_order(tmp_path: Path) -> N
 def test_a_group_of_ranks_uses_the_innermost_tiers_that_join_it(tmp_path: Path) -> None:
     cluster = Cluster.parse(write(tmp_path, LAB))
     names = {key: [t.name for t in cluster.tiers_within(RankGroup(*key))] for key in ((4, 1, 0), (8, 1, 0), (2, 4, 0), (8, 1, 8), (2, 8, 0))}
-    assert names[4, 1, 0] == ["nvlink"] and names[8, 1, 8] == ["nvlink"]
+    assert names[4, 1, 0] == ["nvlink"] and names[8, 1, 8] == ["nvlink2"]
     assert names[8, 1, 0] == names[2, 4, 0] == ["nvlink", "fabric"]
     assert names[2, 8, 0] == ["nvlink", "fabric", "ethernet"]
 

@@ -1,0 +1,145 @@
+"""Fits the physical constants on measured rows: a pattern search in bounds, one constant at a time.
+
+What is minimised is the mean over sources of the mean of |ln(predicted / measured)|, plus PULL times the mean of
+|ln(constant / start)| of the constants that the rows depend on, so that a constant about which the rows say little stays where it was.
+No constant belongs to a row or to a model: each is of a device type, a kind of link, or a software stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.accuracy.record import Run
+from costmodel.calibration import Calibration
+
+PULL = 0.02
+STEPS = (0.3, 0.12, 0.05, 0.02)
+
+# constant -> bounds; only these move
+BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "devices": {
+        "gemm_ceiling": (0.25, 0.95),
+        "gemm_half_k": (16.0, 1024.0),
+        "attention_forward": (0.1, 0.8),
+        "attention_backward": (0.08, 0.7),
+        "memory_efficiency": (0.4, 0.95),
+    },
+    "links": {"efficiency": (0.03, 0.95)},
+    "stacks": {
+        "fused_share": (0.3, 4.0),
+        "launch_factor": (0.05, 12.0),
+        "step_s": (1e-3, 0.5),
+        "gradient_overlap": (0.01, 1.0),
+        "gather_overlap": (0.01, 1.0),
+        "tensor_overlap": (0.01, 0.9),
+        "gemm_share": (0.4, 1.0),
+        "gather_efficiency": (0.03, 1.0),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A run with its measured seconds, and the source that it counts for."""
+
+    source: str
+    run: Run
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One constant that may move."""
+
+    table: str
+    key: str
+    field: str
+
+    def value(self, calibration: Calibration) -> float:
+        return getattr(getattr(calibration, self.table)[self.key], self.field)
+
+    def put(self, calibration: Calibration, value: float) -> Calibration:
+        table = dict(getattr(calibration, self.table))
+        table[self.key] = replace(table[self.key], **{self.field: value})
+        return replace(calibration, **{self.table: table})
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return BOUNDS[self.table][self.field]
+
+
+def knobs(samples: Sequence[Sample]) -> tuple[Knob, ...]:
+    """Constants of the devices, links and stacks that occur."""
+    devices = sorted({chip(g.device.name) for s in samples for g in s.run.cluster.groups})
+    links = sorted({t.name for s in samples for g in s.run.cluster.groups for t in g.tiers if not t.name.startswith("nvlink")})  # those: comm curves
+    stacks = sorted({s.run.stack for s in samples})
+    return tuple(
+        Knob(table, key, field) for table, keys in (("devices", devices), ("links", links), ("stacks", stacks)) for key in keys for field in BOUNDS[table]
+    )
+
+
+def fit(samples: Sequence[Sample], start: Calibration, seconds_of: Callable[[Run, Calibration], float]) -> Calibration:
+    """The calibration that fits `samples` best from `start`. Deterministic."""
+    moving = knobs(samples)
+    best = _with_keys(start, moving)
+    origin = {knob: knob.value(best) for knob in moving}
+    by_source: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_source.setdefault(sample.source, []).append(sample)
+
+    def error(sample: Sample, calibration: Calibration) -> float:
+        return abs(math.log(seconds_of(sample.run, calibration) / sample.measured_s))
+
+    weights = {id(s): 1 / len(group) / len(by_source) for group in by_source.values() for s in group}
+    errors = {id(s): error(s, best) for s in samples}
+    touched = {knob: [s for s in samples if _touches(knob, s.run)] for knob in moving}
+
+    def penalty(knob: Knob, value: float) -> float:
+        return PULL * abs(math.log(value / origin[knob])) / len(moving)
+
+    for step in STEPS:
+        for _ in range(4):
+            moved = False
+            for knob in moving:
+                here = knob.value(best)
+                low, high = knob.bounds
+                for factor in (1 + step, 1 / (1 + step)):
+                    value = min(high, max(low, here * factor))
+                    if value == here:
+                        continue
+                    tried = knob.put(best, value)
+                    found = {id(s): error(s, tried) for s in touched[knob]}
+                    gain = sum(weights[i] * (errors[i] - e) for i, e in found.items()) + penalty(knob, here) - penalty(knob, value)
+                    if gain > 1e-9:
+                        best, moved = tried, True
+                        errors.update(found)
+                        break
+            if not moved:
+                break
+    return best
+
+
+def _touches(knob: Knob, run: Run) -> bool:
+    if knob.table == "stacks":
+        return run.stack == knob.key
+    if knob.table == "links":
+        return any(t.name == knob.key for g in run.cluster.groups for t in g.tiers)
+    return any(chip(g.device.name) == knob.key for g in run.cluster.groups)
+
+
+def chip(device_name: str) -> str:
+    """What device constants belong to: variants of a chip with other memory share them, the 500 W part of H100 does not."""
+    return device_name if device_name == "H100-SXM-96GB" else device_name.partition("-")[0]
+
+
+def _with_keys(calibration: Calibration, moving: Sequence[Knob]) -> Calibration:
+    """Entries of their own for all keys that move, within bounds."""
+    tables: dict[str, dict[str, Any]] = {name: dict(getattr(calibration, name)) for name in ("devices", "links", "stacks")}
+    for knob in moving:
+        entry = tables[knob.table].get(knob.key, tables[knob.table]["default"])
+        low, high = knob.bounds
+        tables[knob.table][knob.key] = replace(entry, **{knob.field: min(high, max(low, getattr(entry, knob.field)))})
+    return replace(calibration, **tables)

@@ -1,0 +1,90 @@
+"""Predicts published runs: step time, peak memory, whether it fits.
+
+    python benchmarks/accuracy/predict.py ROWS.json... [--fit ROWS.json...] -o PRED.json
+
+ROWS are files of records (benchmarks/accuracy/README.md). --fit refits the calibration constants on the rows of other files
+first; without it the constants that ship with costmodel apply. PRED.json maps row_id to iteration_s, peak_mem_GiB and fits, or
+to {"unsupported": reason}. The scores of the rows that carry measurements go to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.accuracy.calibrate import Sample, fit  # noqa: E402
+from benchmarks.accuracy.footprint import fits, footprint, settled  # noqa: E402
+from benchmarks.accuracy.record import Run, UnsupportedRowError, run_of  # noqa: E402
+from benchmarks.accuracy.score import measured_s, score, table  # noqa: E402
+from benchmarks.accuracy.step import step_time  # noqa: E402
+from costmodel.calibration import Calibration, load  # noqa: E402
+
+Rows = list[Mapping[str, Any]]
+
+
+def read(paths: Iterable[Path]) -> dict[str, Rows]:
+    """Rows by source, a file or all files of a folder; files that hold no records are left out."""
+    found = {}
+    for path in (file for p in paths for file in (sorted(p.glob("*.json")) if p.is_dir() else [p])):
+        content = json.loads(path.read_text())
+        if isinstance(content, list) and content and "measured" in content[0]:
+            found[path.stem] = content
+    return found
+
+
+def seconds(run: Run, calibration: Calibration) -> float:
+    """Predicted seconds of a step."""
+    return step_time(settled(run, calibration), calibration).total_s
+
+
+def samples(rows: Mapping[str, Rows]) -> list[Sample]:
+    """Timed rows that can be expressed, as samples to fit."""
+    found = []
+    for source, records in rows.items():
+        for row in records:
+            time = measured_s(row)
+            if time is not None:
+                try:
+                    found.append(Sample(source, run_of(row), time))
+                except UnsupportedRowError:
+                    continue
+    return found
+
+
+def predict(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
+    """The prediction of one row."""
+    try:
+        run = settled(run_of(row), calibration)
+    except UnsupportedRowError as error:
+        return {"unsupported": str(error)}
+    return {"iteration_s": step_time(run, calibration).total_s, "peak_mem_GiB": footprint(run, calibration).total / 2**30, "fits": fits(run, calibration)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--fit", nargs="+", type=Path, default=[], help="files of rows to refit the constants on")
+    parser.add_argument("--save", type=Path, help="where to write the refitted constants")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    calibration = load()
+    if options.fit:
+        calibration = fit(samples(read(options.fit)), calibration, seconds)
+        if options.save:
+            calibration.save(options.save)
+    rows = read(options.rows)
+    predictions = {row["row_id"]: predict(row, calibration) for records in rows.values() for row in records}
+    options.output.write_text(json.dumps(predictions, indent=1, sort_keys=True) + "\n")
+    print(table({source: score(records, predictions) for source, records in rows.items()}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
