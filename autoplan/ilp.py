@@ -14,7 +14,7 @@
     R_c[v,d] = sum of x[c,k] over the options in which reader c reads v as d
     R_c[v,d] <= sum over s of y[v,s,d],  y[v,s,d] <= S[v,s]           for every reader c; s only where a conversion exists
     r[w,s] <= R_c[w,s];  sum_s r[w,s] <= 1;  rest fixed as s: R_c[w,s] = 1
-    R_c[w,s] <= y[w,WHOLE,s] + r[w,s];   R_c[w,VARY] <= a[w];   R_c[w,VARY] - R_c'[w,VARY] <= z[w]
+    R_c[w,PARTIAL] = 0;  R_c[w,s] <= y[w,WHOLE,s] + r[w,s];   R_c[w,VARY] <= a[w];   R_c[w,VARY] - R_c'[w,VARY] <= z[w]
     x[o,k] <= k[v,b]  summed over the options k of o that keep v as b
     parameter_factor * P + saved_factor * A <= limit
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autoplan.errors import AutoplanError
-from autoplan.layout import VARY, WHOLE, Layout, Split
+from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from autoplan.problem import BlockPoint, BlockProblem, Budget, Price, evaluate
 
 
@@ -79,7 +79,8 @@ class _Model:
             self.rows.append((expr, "<="))
 
     def zero(self, expr: _Expr) -> None:
-        self.rows.append((expr, "=="))
+        if expr.terms or expr.constant:
+            self.rows.append((expr, "=="))
 
     def charge(self, expr: _Expr, cost: float) -> None:
         for column, coefficient in expr.terms.items():
@@ -237,6 +238,10 @@ def _weight_rows(model: _Model, problem: BlockProblem, name: str, readers: list[
             for reader in readers:
                 if split in reader.reads:
                     model.at_most_zero(reader.reads[split].plus(rests[split], -1.0).plus(y, -1.0))
+    for layout in layouts:
+        if layout == PARTIAL:  # a complete value cannot become a partial sum
+            for reader in readers:
+                model.zero(reader.reads.get(PARTIAL, nobody))
     varying = [reader.reads.get(VARY, nobody) for reader in readers]
     if weight.requires_grad and VARY in layouts:
         model.charge(_largest(model, varying), weight.deferred_s)

@@ -45,7 +45,7 @@ def random_graph(seed: int) -> tuple[Graph, list[str]]:
     for i in range(rng.randint(2, 5)):
         x = rng.choice(pool)
         last = b.values[x].dims[-1][0]
-        kind = rng.choice(["linear", "linear", "add", "act", "norm", "shared"])
+        kind = rng.choice(["linear", "linear", "add", "act", "norm", "shared", "bias"])
         if kind == "linear":
             w = b.value(f"w{i}", "parameter", (rng.choice([h, f]), last), grad=rng.random() < 0.9)
             weights.append(w)
@@ -56,6 +56,9 @@ def random_graph(seed: int) -> tuple[Graph, list[str]]:
         elif kind == "add":
             other = rng.choice([n for n in pool if b.values[n].dims[-1][0] == last])
             pool.append(b.elementwise(f"v{i}", [x, other], linear=True))
+        elif kind == "bias":
+            w = b.value(f"b{i}", "parameter", (last,))
+            pool.append(b.elementwise(f"v{i}", [x, w], linear=True))
         elif kind == "norm":
             w = b.value(f"n{i}", "parameter", (last,))
             pool.append(b.norm(f"v{i}", x, w))
