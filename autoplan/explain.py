@@ -38,10 +38,21 @@ def degrees(plan: Plan) -> str:
     return " · ".join(fact for fact in (*facts, f"recompute {', '.join(recomputed)}" if recomputed else "") if fact)
 
 
+def short(plan: Plan) -> str:
+    """As runners-up are written: "pp 2, dp 2, 1f1b, 4 x 2 rows"."""
+    mesh = [f"{axis} {degree}" for axis, degree in plan.axes if degree > 1] or ["one device"]
+    facts = [
+        f"ZeRO {plan.zero}" if plan.zero else "",
+        plan.schedule if plan.degree("pp") > 1 else "",
+        f"{plan.num_micro_batches} x {plan.micro_batch_size} rows",
+    ]
+    return ", ".join(fact for fact in (*mesh, *facts) if fact)
+
+
 def ranking(plan: Plan) -> str:
     """The chosen plan, marked, and the runners-up with the reason why each lost."""
     chosen_s = plan.forecast.step_time_s
-    rows = [("→", seconds(chosen_s), "1.00×", num_bytes(plan.forecast.peak_memory_bytes), degrees(plan), "chosen")]
+    rows = [("→", seconds(chosen_s), "1.00×", num_bytes(plan.forecast.peak_memory_bytes), short(plan), "chosen")]
     for place, other in enumerate(plan.alternatives, start=2):
         ratio = f"{other.step_time_s / chosen_s:.2f}×" if chosen_s else ""
         rows.append((str(place), seconds(other.step_time_s), ratio, num_bytes(other.peak_memory_bytes), other.summary, other.reason))

@@ -14,9 +14,16 @@ from autoplan.plan import OpNote
 
 def op_notes(graph: Graph, block: Block, splits: Mapping[str, str]) -> tuple[OpNote, ...]:
     """One note an op of `block`, in order. `splits`: op name -> option label, as in BlockPlan."""
-    roles = factor_roles(graph)
+    roles, batch = factor_roles(graph), graph.batch_factor
     return tuple(
-        OpNote(op.name, short_target(op.instr.target), _relative(op.module, block.name), op.flops, _split(op, splits.get(op.name, "whole"), roles))
+        OpNote(
+            op.name,
+            short_target(op.instr.target),
+            _relative(op.module, block.name),
+            op.flops,
+            _split(op, splits.get(op.name, "whole"), roles),
+            batch is not None and any(loop.factor == batch for loop in op.loops),
+        )
         for op in graph.ops[block.start : block.stop]
     )
 

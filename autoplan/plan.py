@@ -21,6 +21,7 @@ class OpNote:
     module: str
     flops: int  # of the forward pass at the global batch, whole
     split: str = "whole"
+    rows: bool = False  # the batch is one of its loops: the data axis and micro-batches divide it
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Outcome:
 def verify_command(model: str, path: Path | None, ranks: int) -> int:
     if ranks < 1:
         raise UsageError(f"--ranks must be at least 1, found {ranks}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides on the CPU, in the same arithmetic
     wanted = load_plan(path) if path is not None else None
     constraints, used = _constraints(wanted, ranks)
     with working(f"building {model}"):

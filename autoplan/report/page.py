@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from autoplan.explain import short
 from autoplan.forecast import Measured
 from autoplan.plan import Plan
 from autoplan.report.markup import esc, table
@@ -27,7 +28,12 @@ def html(plan: Plan, measured: Measured | None = None) -> str:
         timelines += _captioned("measured", timeline(plan, measured.events, longest_s, "Measured timeline of one step"))
     sections = [
         _section("why", "Why this plan", _list(plan.reasons) + _warnings(plan) if plan.reasons or plan.warnings else ""),
-        _section("map", "Plan map", plan_map(plan), "What is divided on the tensor axis, for every operator that computes. Hover for the operators of a cell."),
+        _section(
+            "map",
+            "Plan map",
+            plan_map(plan),
+            "What is divided on the tensor axis (colour and letter) and on the data axis (bar below), for every operator that computes.",
+        ),
         _section("timeline", "One step", timelines, "One rank of each pipeline stage. Numbers are micro-batches; gaps are idle time."),
         _section("memory", "Memory", memory_bars(plan), "The fullest rank of each stage at its fullest moment; the line marks what the device has."),
         _section("alternatives", "Ranked alternatives", _alternatives(plan)),
@@ -83,7 +89,7 @@ def _alternatives(plan: Plan) -> str:
     if not plan.alternatives:
         return ""
     chosen_s = plan.forecast.step_time_s
-    rows = [("<b>chosen</b>", _bar(1.0), seconds(chosen_s), num_bytes(plan.forecast.peak_memory_bytes), f"<b>{esc(mesh_text(plan))}</b>", "")]
+    rows = [("<b>chosen</b>", _bar(1.0), seconds(chosen_s), num_bytes(plan.forecast.peak_memory_bytes), f"<b>{esc(short(plan))}</b>", "")]
     for i, other in enumerate(plan.alternatives):
         ratio = other.step_time_s / chosen_s
         rows.append((str(i + 2), _bar(ratio), seconds(other.step_time_s), num_bytes(other.peak_memory_bytes), esc(other.summary), esc(other.reason)))
