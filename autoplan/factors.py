@@ -19,8 +19,8 @@ from autoplan.graph import Loop, Op, Value
 from autoplan.layout import Split
 from autoplan.rules import DEFAULT, Registry, Signature, signature
 from autoplan.rules.registry import opaque
+from autoplan.rules.signature import OPAQUE, lengths
 from runtime.call import dtype_of
-from runtime.instr import uses
 
 Place = tuple[int, int]  # leaf and the product of the lengths to its right within the dimension or label
 
@@ -87,7 +87,6 @@ class _Signed:
     op: Op
     signature: Signature
     atoms: Mapping[str, tuple[int, ...]]
-    known: bool  # a rule was found
 
 
 def annotate(
@@ -95,7 +94,7 @@ def annotate(
 ) -> tuple[Mapping[str, Value], tuple[Op, ...], tuple[int, ...], int | None]:
     """Factors and loops of a captured graph: new values, new ops, `Graph.factor_sizes`, `Graph.batch_factor`.
 
-    `batch_inputs` are input values whose dimension 0 is the batch. The batch factor is None where the batch has
+    `batch_inputs` are input values whose dimension 0 is the batch, or has length 1. The batch factor is None where the batch has
     one row, or where the model itself views it as a product. Ids count up in the order of `values`. Raises UsageError
     where a registered rule does not fit.
     """
@@ -106,10 +105,9 @@ def annotate(
         if name not in made:
             dims[name] = tuple(atoms.new(n) for n in value.spec.shape)
     signed = [_sign(op, values, dims, atoms, registry) for op in ops]
-    rows = [dims[name][0] for name in batch_inputs]
+    rows = [dims[name][0] for name in batch_inputs if dims[name] and values[name].spec.shape[0] > 1]
     for other in rows[1:]:
-        if prod(atoms.length[a] for a in other) == prod(atoms.length[a] for a in rows[0]):
-            atoms.unite(rows[0], other)
+        atoms.unite(rows[0], other)
 
     ids: dict[int, int] = {}
     flat: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -127,37 +125,30 @@ def annotate(
     new_ops = tuple(
         _loops(item, values, flat, {label: tuple(ids[leaf] for leaf in atoms.leaves(a)) for label, a in item.atoms.items()}, sizes) for item in signed
     )
-    batch = flat[batch_inputs[0]][0] if batch_inputs else ()
-    return new_values, new_ops, tuple(sizes), batch[0] if len(batch) == 1 else None
+    batch = atoms.leaves(rows[0]) if rows else []
+    return new_values, new_ops, tuple(sizes), ids[batch[0]] if len(batch) == 1 else None
 
 
 def _sign(op: Op, values: Mapping[str, Value], dims: dict[str, tuple[tuple[int, ...], ...]], atoms: Atoms, registry: Registry) -> _Signed:
     """The signature of `op`; unites its operands' dimensions and gives its outputs theirs."""
     inputs = tuple(values[name].spec for name in op.operands)
     outputs = tuple(values[name].spec for name in op.outputs)
-    found = signature(op.instr, inputs, registry)
-    sign = found or opaque(inputs, outputs)
-    assert len(sign.reads) == len(inputs) and len(sign.writes) == len(outputs), f"the rule of {op.instr.target} does not count its tensors"
-    lengths = dict(sign.sizes)
-    for spec, labels in zip((*inputs, *outputs), (*sign.reads, *sign.writes), strict=True):
-        assert len(spec.shape) == len(labels), f"the rule of {op.instr.target} does not count the dimensions of {spec}"
-        for length, dim in zip(spec.shape, labels, strict=True):
-            if len(dim) == 1 and dim != ("_",):
-                assert lengths.setdefault(dim[0], length) == length, f"the rule of {op.instr.target} gives {dim[0]} two lengths, {lengths[dim[0]]} and {length}"
-    of_label = {label: atoms.new(length) for label, length in lengths.items()}
+    sign = signature(op.instr, inputs, registry) or opaque(inputs, outputs)
+    try:
+        of_label = {label: atoms.new(length) for label, length in lengths(sign, inputs, outputs).items()}
+    except ValueError as error:
+        raise AssertionError(f"the rule of {op.instr.target} {error}") from error
 
-    def joined(dim: tuple[str, ...], length: int) -> tuple[int, ...]:
-        whole = tuple(atom for label in dim for atom in of_label[label])
-        assert prod(atoms.length[a] for a in whole) == length or not dim, f"the rule of {op.instr.target} does not fill a dimension of {length}"
-        return whole
+    def joined(dim: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(atom for label in dim for atom in of_label[label])
 
-    for name, spec, labels in zip(op.operands, inputs, sign.reads, strict=True):
-        for have, dim, length in zip(dims[name], labels, spec.shape, strict=True):
-            if dim != ("_",) and dim:
-                atoms.unite(have, joined(dim, length))
+    for name, labels in zip(op.operands, sign.reads, strict=True):
+        for have, dim in zip(dims[name], labels, strict=True):
+            if dim != OPAQUE:
+                atoms.unite(have, joined(dim))
     for name, spec, labels in zip(op.outputs, outputs, sign.writes, strict=True):
-        dims[name] = tuple(atoms.new(n) if dim == ("_",) or not dim else joined(dim, n) for dim, n in zip(labels, spec.shape, strict=True))
-    return _Signed(op, sign, of_label, found is not None)
+        dims[name] = tuple(atoms.new(n) if dim == OPAQUE else joined(dim) for dim, n in zip(labels, spec.shape, strict=True))
+    return _Signed(op, sign, of_label)
 
 
 def _places(leaves: Sequence[int], sizes: Sequence[int]) -> list[Place]:
@@ -209,7 +200,7 @@ def _lie(
     """Where leaf k of each label lies in the tensor `name`: (label, k) -> its places, empty where it is missing."""
     found: dict[tuple[str, int], list[Split]] = {}
     for d, dim in enumerate(labels):
-        if dim == ("_",):
+        if dim == OPAQUE:
             continue
         have = {place: k for k, place in enumerate(_places(flat[name][d], sizes))}
         want = [(label, k) for label in dim for k in range(len(leaves[label]))]
@@ -242,14 +233,13 @@ def local_shape(value: Value, sizes: Mapping[int, int] | Sequence[int], splits: 
 
 
 def unknown_ops(ops: tuple[Op, ...], values: Mapping[str, Value], registry: Registry = DEFAULT) -> tuple[str, ...]:
-    """A warning for every operator without a rule that computes (`flops` > 0 or a custom one), each once, in order."""
+    """A warning for every operator without a rule that makes a tensor from tensors, each once, in order of appearance."""
     found: dict[str, list[int]] = {}
     for op in ops:
-        if signature(op.instr, tuple(values[name].spec for name in uses(op.instr)), registry) is None and (op.flops or not op.instr.target.startswith("aten.")):
+        makes = op.operands and any(prod(values[name].spec.shape) > 1 for name in op.outputs)
+        if makes and signature(op.instr, tuple(values[name].spec for name in op.operands), registry) is None:
             count = found.setdefault(op.instr.target, [0, 0])
             count[0] += 1
             count[1] += op.flops
-    return tuple(
-        f"{target} has no rule: its {count} calls ({flops:,} FLOPs forward) run whole on every rank; give it one with autoplan.register_rule"
-        for target, (count, flops) in found.items()
-    )
+    hint = "it runs whole on every rank; autoplan.register_rule gives it one"
+    return tuple(f"{target} ({count} calls, {flops:,} FLOPs forward) has no rule: {hint}" for target, (count, flops) in found.items())

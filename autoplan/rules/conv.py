@@ -36,9 +36,21 @@ def spatial(call: Call) -> Signature | None:
     return Signature((dims,), (dims,) * len(call.outputs), linear=linear)
 
 
+def rearranged(call: Call) -> Signature:
+    """pixel_shuffle and pixel_unshuffle: what comes before channels and positions."""
+    rank = len(call.inputs[0].shape)
+    dims = (*labels(rank - 3), *((OPAQUE,) * 3))
+    return Signature((dims,), (dims,), linear=((0,),))
+
+
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_POOL = [f"{kind}_pool{k}d" for kind in ("max", "avg", "adaptive_avg", "_adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
-_POOL += ["max_pool2d_with_indices", "max_pool3d_with_indices"]
+_POOL = [f"{kind}_pool{k}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
+_POOL += ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"]
 _RESIZE = ["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d"]
 
-RULES = {**{f"aten.{name}": conv for name in CONVOLUTIONS}, **{f"aten.{name}": spatial for name in [*_POOL, *_RESIZE]}}
+RULES = {
+    **{f"aten.{name}": conv for name in CONVOLUTIONS},
+    **{f"aten.{name}": spatial for name in [*_POOL, *_RESIZE]},
+    "aten.pixel_shuffle": rearranged,
+    "aten.pixel_unshuffle": rearranged,
+}

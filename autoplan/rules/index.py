@@ -64,6 +64,16 @@ def scatter(call: Call) -> Signature | None:
     return Signature((dims,) * len(call.inputs), (dims,))
 
 
+def inserted(call: Call) -> Signature:
+    """select_scatter and slice_scatter: x with `src` written over a part of dimension `dim`."""
+    rank = call.rank("self")
+    dim = integer(call.get("dim", 0)) % rank
+    dims = labels(rank)
+    beside = (*dims[:dim], OPAQUE, *dims[dim + 1 :])
+    source = beside if call.rank("src") == rank else dims[:dim] + dims[dim + 1 :]
+    return Signature((beside, source), (beside,), linear=((0, 1),))
+
+
 def one_hot(call: Call) -> Signature | None:
     return sign(call, "b* -> b* _") if call.get("num_classes", -1) > 0 else None
 
@@ -79,6 +89,8 @@ RULES = {
     "aten.index": index,
     **{f"aten.{name}": scatter for name in ("scatter", "scatter_add", "scatter_reduce")},
     "aten.one_hot": one_hot,
+    "aten.select_scatter": inserted,
+    "aten.slice_scatter": inserted,
     "aten.bucketize.Tensor": bucketize,
     "aten.isin.Tensor_Tensor": bucketize,
 }

@@ -68,6 +68,13 @@ def selected(call: Call) -> Signature:
     return Signature((dims,), (dims,) * len(call.outputs))
 
 
+def histogram(call: Call) -> Signature | None:
+    """histc with given bounds: each element adds one to its bin."""
+    lower, upper = call.get("min", 0), call.get("max", 0)
+    read = labels(len(call.inputs[0].shape))
+    return Signature((read,), ((OPAQUE,),), sums=frozenset(d[0] for d in read)) if lower != upper else None
+
+
 def triangle(call: Call) -> Signature:
     """tril, triu: positions in the last two dimensions matter."""
     rank = len(call.inputs[0].shape)
@@ -99,4 +106,5 @@ RULES = {
     "aten.tril": triangle,
     "aten.triu": triangle,
     "aten.diff": differences,
+    "aten.histc": histogram,
 }

@@ -11,7 +11,7 @@ import torch
 
 from autoplan.errors import UsageError
 from autoplan.rules import attention, conv, create, experts, index, loss, matmul, norm, pointwise, reduce, shape
-from autoplan.rules.signature import OPAQUE, Call, Signature, bind, parse, sign
+from autoplan.rules.signature import OPAQUE, Call, Signature, bind, lengths, parse, sign
 from runtime.call import resolve
 from runtime.instr import Instr, TensorSpec, uses
 
@@ -123,10 +123,17 @@ def signature(instr: Instr, inputs: tuple[TensorSpec, ...], registry: Registry =
 
 def _claimed(call: Call, text: str) -> Signature:
     """A user's signature. Labels that are not in every output stay whole: nothing says that they are summed."""
+    left, right = parse(text)
+    outputs = tuple(spec for spec in call.outputs if spec is not None)
     try:
+        if (len(left), len(right)) != (len(call.inputs), len(outputs)):
+            counts = f"{len(left)} operands and {len(right)} outputs, the call {len(call.inputs)} operands and {len(outputs)} outputs"
+            raise ValueError(f"the rule {text!r} of {call.target} has {counts}")
         found = sign(call, text)
+        found = replace(found, sizes=lengths(found, call.inputs, outputs))
     except ValueError as error:
-        raise UsageError(f"{error}; register one label per dimension, '_' for those that nothing is known of") from error
+        hint = "" if str(error).startswith("the rule") else f"the rule {text!r} of {call.target} "
+        raise UsageError(f"{hint}{error}; give one label per dimension, '_' for those that nothing is known of") from error
     everywhere = [{label for dim in dims for label in dim} for dims in found.writes]
     used = {label for dims in (*found.reads, *found.writes) for dim in dims for label in dim}
     mapped = set.intersection(*everywhere) if everywhere else set()

@@ -15,9 +15,10 @@ those are united with their equals but never divided. A label that outputs lack 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any
 
 from runtime.instr import Arg, TensorSpec, refs
@@ -172,9 +173,38 @@ def sign(call: Call, text: str, **fields: Any) -> Signature:
     return Signature(tuple(d for d in reads if d is not None), tuple(d for d in writes if d is not None), **fields)
 
 
+def lengths(found: Signature, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Length of every label. Raises ValueError where the labels and the shapes of the tensors contradict each other."""
+    if (len(found.reads), len(found.writes)) != (len(inputs), len(outputs)):
+        raise ValueError(f"speaks of {len(found.reads)} operands and {len(found.writes)} outputs, the call has {len(inputs)} and {len(outputs)}")
+    known = dict(found.sizes)
+    products: list[tuple[Dim, int]] = []
+    for spec, dims in zip((*inputs, *outputs), (*found.reads, *found.writes), strict=True):
+        if len(dims) != len(spec.shape):
+            raise ValueError(f"labels {len(dims)} dimensions of a tensor of shape {list(spec.shape)}")
+        for dim, length in zip(dims, spec.shape, strict=True):
+            if not dim and length != 1:
+                raise ValueError(f"gives no label to a dimension of {length}")
+            if len(dim) == 1 and dim != OPAQUE and known.setdefault(dim[0], length) != length:
+                raise ValueError(f"gives the label {dim[0]!r} two lengths, {known[dim[0]]} and {length}")
+            if len(dim) > 1:
+                products.append((dim, length))
+    for dim, length in products * 2:  # a second time for labels that others make known
+        unknown = [label for label in dim if label not in known]
+        rest = prod(known[label] for label in dim if label in known)
+        if len(unknown) == 1 and rest and length % rest == 0:
+            known[unknown[0]] = length // rest
+        elif not unknown and rest != length:
+            raise ValueError(f"makes a dimension of {length} the product of {' '.join(dim)}, which is {rest}")
+    missing = [label for dim, _ in products for label in dim if label not in known]
+    if missing:
+        raise ValueError(f"does not tell the length of {missing[0]!r}, which stands alone in no dimension")
+    return known
+
+
 def select(text: str, used: set[str]) -> frozenset[str]:
     """The labels of `used` that a list such as "i b*" names."""
-    found = set()
+    found: set[str] = set()
     for token in text.split():
         stem = token[:-1]
         found |= {label for label in used if label.startswith(stem) and label[len(stem) :].isdigit()} if token.endswith("*") else {token}

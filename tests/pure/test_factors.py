@@ -177,13 +177,19 @@ def test_an_operator_without_a_rule_has_no_loops_and_is_reported() -> None:
     _, annotated, _, _ = annotate(values(("x", (4, 4)), ops=ops), ops, ("x",))
     assert annotated[0].loops == () and annotated[0].linear_in == ()
     (warning,) = unknown_ops(ops, values(("x", (4, 4)), ops=ops))
-    assert "aten.cholesky.default has no rule" in warning and "register_rule" in warning
+    assert "aten.cholesky.default (1 calls, 7 FLOPs forward) has no rule" in warning and "register_rule" in warning
 
 
 def test_a_batch_of_one_row_has_no_factor() -> None:
     ops = (op("aten.relu.default", "y", (1, 4), "x"),)
     found, _, sizes_, batch = annotate(values(("x", (1, 4)), ops=ops), ops, ("x",))
     assert batch is None and found["y"].dims == ((), (0,)) and sizes_ == (4,)
+
+
+def test_inputs_without_rows_do_not_hide_the_batch() -> None:
+    ops = (op("aten.mul.Tensor", "y", (6, 4), "x", "scale"), op("aten.add.Tensor", "z", (6, 4), "y", "bias"))
+    _, _, sizes_, batch = annotate(values(("scale", ()), ("bias", (1, 4)), ("x", (6, 4)), ops=ops), ops, ("scale", "bias", "x"))
+    assert batch is not None and sizes_[batch] == 6
 
 
 def test_a_batch_that_the_model_views_as_a_product_has_no_single_factor() -> None:

@@ -267,14 +267,23 @@ def _losses() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
     return [(target, args, {}, wanted) for target, args, wanted in calls]
 
 
+def _scattered() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("aten.select_scatter.default", (t(4, 6), t(4), 1, 2), "d0"),
+        ("aten.slice_scatter.default", (t(4, 6), t(2, 6), 0, 1, 3), "d1"),
+        ("aten.fill.Tensor", (t(4, 6), T((), grad=False)), "d0 d1"),
+        ("aten.histc.default", (T((4, 6), grad=False), 4, -3, 3), "d0 d1"),
+        ("aten.pixel_shuffle.default", (t(4, 8, 2, 2), 2), "d0"),
+        ("aten.pixel_unshuffle.default", (t(4, 2, 4, 4), 2), "d0"),
+    ]
+    return [(target, args, {}, wanted) for target, args, wanted in calls]
+
+
+CALLS += _scattered()
 CALLS += _elementwise() + _reductions() + _shapes() + _spatial() + _losses()
 
 # Rules that no call here can reach, and why.
 MISSING = (
-    "aten._adaptive_avg_pool1d",  # torch has no such operator; nor the next three
-    "aten.logsigmoid",
-    "aten.softsign",
-    "aten.tanhshrink",
     "aten._grouped_mm",  # no fp64 on the CPU
     "transformers.grouped_mm_fallback",  # registered by transformers on use
 )
