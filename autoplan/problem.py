@@ -16,16 +16,17 @@ A choice costs, for m micro-batches a step,
 
 `move` is the forward and backward collective of one conversion: one for all readers of v in the same layout. A parameter
 that rests WHOLE and is only read VARY has its gradient reduced once a step (`deferred`), otherwise with every micro-batch.
-A saved value counts once for each form (divided or not) that some operator keeps; what rests anyway is not counted.
+No rank repeats another one's work: of an operator with at least 1 % of the block's FLOPs, only options that divide them are
+choices, where there are any. A saved value counts once for each form (divided or not) that some operator keeps; what rests anyway is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.graph import Graph, Op, Option, options
-from autoplan.layout import VARY, WHOLE, Kind, Layout, Split, conversion
+from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
 from autoplan.price import LocalGraph, bytes_of, itemsize
 from costmodel.opkey import CollectiveKind, RankGroup
 
@@ -57,6 +58,9 @@ VIEWS = frozenset(
         "movedim.int",
     )
 )
+
+
+_HEAVY_SHARE = 0.01  # of a block's FLOPs
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +209,30 @@ def build(
                 given[operand] = sources[operand]
         choices = tuple(_choice(local, index, op, option, roots, group, saved_bytes) for option in _options(graph, op, degree, forbidden_factors))
         items.append(Item(op.name, op.operands, op.outputs, choices))
+    items = _without_repeated_work(items)
     moves = _moves(local, items, given, weights, wanted, group)
     return BlockProblem(name, degree, tuple(items), given, wanted, weights, moves, saved_bytes)
 
 
 def _options(graph: Graph, op: Op, degree: int, forbidden: frozenset[int]) -> tuple[Option, ...]:
     banned = {loop.label for loop in op.loops if loop.factor == graph.batch_factor or loop.factor in forbidden}
-    return tuple(option for option in options(graph, op, degree) if option.label not in banned)
+    given = [graph.values[name].kind != "activation" for name in op.operands]
+
+    def can_be_read(option: Option) -> bool:  # what no operator makes is never a partial sum
+        return not any(fixed and read == PARTIAL for fixed, read in zip(given, option.reads, strict=True))
+
+    return tuple(option for option in options(graph, op, degree) if option.label not in banned and can_be_read(option))
+
+
+def _without_repeated_work(items: list[Item]) -> list[Item]:
+    """Items whose operators, if they weigh and can be divided, are divided: an axis of ranks that repeat each other is no plan."""
+    total = sum(max(choice.flops for choice in item.choices) for item in items)
+    found = []
+    for item in items:
+        whole = max(choice.flops for choice in item.choices)
+        divided = tuple(choice for choice in item.choices if choice.flops < whole)
+        found.append(replace(item, choices=divided) if divided and whole >= _HEAVY_SHARE * total else item)
+    return found
 
 
 def _choice(local: LocalGraph, index: int, op: Op, option: Option, roots: Mapping[str, str], group: RankGroup, saved_bytes: dict[str, int]) -> Choice:
