@@ -22,7 +22,7 @@ from costmodel.cluster import Device
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
 SPLITS = (1, 2, 4, 8)
-UNALIGNED = 1.6
+UNALIGNED = 2.5
 
 
 @dataclass(frozen=True, slots=True)

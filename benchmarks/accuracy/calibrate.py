@@ -19,6 +19,11 @@ PULL = 0.02
 STEPS = (0.3, 0.12, 0.05, 0.02)
 
 # constant -> bounds; only these move
+MEMORY_BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "devices": {"reserve_bytes": (0.3 * 2**30, 6 * 2**30)},
+    "links": {},
+    "stacks": {"reserve_bytes": (0.1 * 2**30, 12 * 2**30), "slack": (0.01, 1.0)},
+}
 BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "devices": {
         "gemm_ceiling": (0.25, 0.95),
@@ -31,6 +36,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "stacks": {
         "fused_share": (0.3, 4.0),
         "launch_factor": (0.05, 12.0),
+        "serial_share": (0.01, 1.0),
         "step_s": (1e-3, 0.5),
         "gradient_overlap": (0.01, 1.0),
         "gather_overlap": (0.01, 1.0),
@@ -43,11 +49,11 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A run with its measured seconds, and the source that it counts for."""
+    """A run with what was measured of it (seconds, or bytes), and the source that it counts for."""
 
     source: str
     run: Run
-    measured_s: float
+    measured: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class Knob:
     table: str
     key: str
     field: str
+    bounds: tuple[float, float]
 
     def value(self, calibration: Calibration) -> float:
         return getattr(getattr(calibration, self.table)[self.key], self.field)
@@ -66,24 +73,26 @@ class Knob:
         table[self.key] = replace(table[self.key], **{self.field: value})
         return replace(calibration, **{self.table: table})
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return BOUNDS[self.table][self.field]
 
-
-def knobs(samples: Sequence[Sample]) -> tuple[Knob, ...]:
+def knobs(samples: Sequence[Sample], bounds: Mapping[str, Mapping[str, tuple[float, float]]]) -> tuple[Knob, ...]:
     """Constants of the devices, links and stacks that occur."""
     devices = sorted({chip(g.device.name) for s in samples for g in s.run.cluster.groups})
     links = sorted({t.name for s in samples for g in s.run.cluster.groups for t in g.tiers if not t.name.startswith("nvlink")})  # those: comm curves
     stacks = sorted({s.run.stack for s in samples})
-    return tuple(
-        Knob(table, key, field) for table, keys in (("devices", devices), ("links", links), ("stacks", stacks)) for key in keys for field in BOUNDS[table]
-    )
+    tables = (("devices", devices), ("links", links), ("stacks", stacks))
+    return tuple(Knob(table, key, field, limits) for table, keys in tables for key in keys for field, limits in bounds[table].items())
 
 
-def fit(samples: Sequence[Sample], start: Calibration, seconds_of: Callable[[Run, Calibration], float]) -> Calibration:
-    """The calibration that fits `samples` best from `start`. Deterministic."""
-    moving = knobs(samples)
+def fit(
+    samples: Sequence[Sample],
+    start: Calibration,
+    predict: Callable[[Run, Calibration], float],
+    bounds: Mapping[str, Mapping[str, tuple[float, float]]] = BOUNDS,
+) -> Calibration:
+    """The calibration under which `predict` fits `samples` best, from `start`. Deterministic."""
+    if not samples:
+        return start
+    moving = knobs(samples, bounds)
     best = _with_keys(start, moving)
     origin = {knob: knob.value(best) for knob in moving}
     by_source: dict[str, list[Sample]] = {}
@@ -91,7 +100,7 @@ def fit(samples: Sequence[Sample], start: Calibration, seconds_of: Callable[[Run
         by_source.setdefault(sample.source, []).append(sample)
 
     def error(sample: Sample, calibration: Calibration) -> float:
-        return abs(math.log(seconds_of(sample.run, calibration) / sample.measured_s))
+        return abs(math.log(predict(sample.run, calibration) / sample.measured))
 
     weights = {id(s): 1 / len(group) / len(by_source) for group in by_source.values() for s in group}
     errors = {id(s): error(s, best) for s in samples}

@@ -81,11 +81,21 @@ def saved_bytes(run: Run, flash: bool) -> float:
     rows = run.micro_batch * m.seq // run.cp
     narrow = t if run.sequence_parallel else 1
     d = m.hidden // m.heads
+    masks = 0 if run.stack.startswith("llm-foundry") else 2  # it trains without dropout
     copies = 4 if run.stack == "sailor" else 2  # its masked, scaled scores and softmax are kept too
     scores = 0.0 if flash else (copies * e + 1) * rows * m.seq * m.heads / t
     if m.gated:
         return 4 * e * rows * m.hidden / narrow + e * rows * (2 * m.heads * d + 2 * m.kv_heads * d + 4 * m.ffn) / t
-    return rows * m.hidden * (4 * e + 2) / narrow + e * rows * (4 * m.hidden + 2 * m.ffn) / t + scores
+    return rows * m.hidden * (4 * e + masks) / narrow + e * rows * (4 * m.hidden + 2 * m.ffn) / t + scores
+
+
+def logit_bytes(run: Run) -> int:
+    """Bytes a logit at the loss: the logits, their fp32 copy, its softmax, and the gradients of both in eager torch; the fused losses
+    of the other stacks work in place."""
+    e = item_bytes(run.dtype)
+    if run.stack in ("torchtitan-eager", "default"):
+        return 2 * e + 12
+    return 2 * e if run.stack.startswith("llm-foundry") else e + 8
 
 
 def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
@@ -103,7 +113,7 @@ def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
         "partial": ((inputs + layer) / 2, layer),
         "selective_layer": ((inputs + layer) / 2, layer),
         "selective": (saved_bytes(run, flash=True), layer - saved_bytes(run, flash=True)),
-        "selective_op": (0.55 * layer, 0.45 * layer),
+        "selective_op": (0.35 * layer, 0.65 * layer),  # every second product, the attention's output, the layer's input
     }.get(run.recompute, (layer, 0.0))
     held = min(len(run.stages) - index, run.num_micro) if last else 1
     depth = held + (len(run.stages) - 1) / run.vpp * (run.vpp > 1)
@@ -111,7 +121,9 @@ def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
     gathered = 0.0
     if run.zero >= 3 and ranks > 1:
         gathered = block.layer_parameters(run) * (2 * e + 4) + block.vocab_parameters(run) * e
-    logits = rows * block.padded_vocab(m, run.tp) / run.tp * (e + 8) if index == last and m.head else 0.0
+        if run.pp > 1:  # kept for the step, with gradients that micro-batches add up in
+            gathered = size * (e + (2 if run.pure else 4))
+    logits = rows * block.padded_vocab(m, run.tp) / run.tp * logit_bytes(run) if index == last and m.head else 0.0
     device = calibration.device(run.cluster.device(stage.device).name)
     context = 0 if run.stack.startswith("torchtitan") else device.reserve_bytes  # allocator statistics leave the context out
     return Footprint(rest.total, int(activations), int(gathered), int(logits), context + stack.reserve_bytes)

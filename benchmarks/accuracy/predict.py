@@ -10,9 +10,10 @@ to {"unsupported": reason}. The scores of the rows that carry measurements go to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.accuracy.calibrate import Sample, fit  # noqa: E402
+from benchmarks.accuracy.calibrate import MEMORY_BOUNDS, Sample, fit  # noqa: E402
 from benchmarks.accuracy.footprint import fits, footprint, settled  # noqa: E402
 from benchmarks.accuracy.record import Run, UnsupportedRowError, run_of  # noqa: E402
 from benchmarks.accuracy.score import measured_s, score, table  # noqa: E402
@@ -45,18 +46,33 @@ def seconds(run: Run, calibration: Calibration) -> float:
     return step_time(settled(run, calibration), calibration).total_s
 
 
-def samples(rows: Mapping[str, Rows]) -> list[Sample]:
-    """Timed rows that can be expressed, as samples to fit."""
+def peak_bytes(run: Run, calibration: Calibration) -> float:
+    """Predicted bytes of the fullest rank."""
+    return float(footprint(settled(run, calibration), calibration).total)
+
+
+def peak_of(row: Mapping[str, Any]) -> float | None:
+    """Measured bytes of the fullest rank."""
+    peak = row["measured"].get("peak_mem_GiB")
+    return peak * 2**30 if peak else None
+
+
+def samples(rows: Mapping[str, Rows], measured: Callable[[Mapping[str, Any]], float | None]) -> list[Sample]:
+    """Rows that were measured and can be expressed, as samples to fit."""
     found = []
     for source, records in rows.items():
         for row in records:
-            time = measured_s(row)
-            if time is not None:
-                try:
-                    found.append(Sample(source, run_of(row), time))
-                except UnsupportedRowError:
-                    continue
+            value = measured(row)
+            if value is not None:
+                with contextlib.suppress(UnsupportedRowError):
+                    found.append(Sample(source, run_of(row), value))
     return found
+
+
+def refit(rows: Mapping[str, Rows], start: Calibration) -> Calibration:
+    """Constants fitted on rows: those of memory first, which settle what recomputation a run needs."""
+    remembered = fit(samples(rows, peak_of), start, peak_bytes, MEMORY_BOUNDS)
+    return fit(samples(rows, measured_s), remembered, seconds)
 
 
 def predict(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     calibration = load()
     if options.fit:
-        calibration = fit(samples(read(options.fit)), calibration, seconds)
+        calibration = refit(read(options.fit), calibration)
         if options.save:
             calibration.save(options.save)
     rows = read(options.rows)

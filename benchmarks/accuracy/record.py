@@ -165,7 +165,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
         p.get("recompute") or "unstated",
         bool(p.get("sequence_parallel")),
         zero,
-        int(p.get("zero_group") or dp),
+        int(p.get("zero_group") or dp * cp),
         dtype,
         gemm,
         "PURE" in str(row["precision"]),

@@ -81,7 +81,6 @@ def table(scores: Mapping[str, Score]) -> str:
     mean = lambda field: statistics.mean(v) if (v := [getattr(s, field) for s in scores.values() if getattr(s, field) is not None]) else None  # noqa: E731
     weights = {name: min(s.num_pairs, 50) for name, s in scores.items()}
     ordered = sum(weights[n] * (s.ordered or 0.0) for n, s in scores.items()) / max(1, sum(weights.values()))
-    lines.append(
-        f"{'mean over sources':24}{'':>6}{share(mean('time_mape')):>8}{'':>8}{'':>7}{share(ordered):>9}{share(mean('regret')):>8}{share(mean('memory_mape')):>8}"
-    )
+    time, regret, memory = (share(mean(field)) for field in ("time_mape", "regret", "memory_mape"))
+    lines.append(f"{'mean over sources':30}{time:>8}{'':>15}{share(ordered):>9}{regret:>8}{memory:>8}")
     return "\n".join(lines)

@@ -71,9 +71,10 @@ class Pricer:
         return total
 
     def seconds(self, device_s: float, kernels: int, rank: int) -> float:
-        """Launches run ahead of the device."""
-        constants = self.calibration.device(self.run.cluster.device(rank).name)
-        return max(device_s, kernels * constants.launch_s * self.stack.launch_factor)
+        """Launches run ahead of the device, but for a share where ranks wait for each other in every layer."""
+        host_s = kernels * self.calibration.device(self.run.cluster.device(rank).name).launch_s * self.stack.launch_factor
+        serial = self.stack.serial_share if self.run.tp > 1 else 0.0
+        return max(device_s, host_s) + serial * min(device_s, host_s)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
         return collective_s(Collective(kind, int(num_bytes), group), self.run.cluster, self.calibration)
@@ -184,7 +185,7 @@ def _layer(pricer: Pricer, rank: int) -> tuple[float, float]:
     share = 0.8 if run.async_tp else stack.tensor_overlap
     forward = overlapped_s(forward, forward_tp, share, stack.slowdown) + max(0.0, ring - attention.forward_s)
     backward = overlapped_s(backward, backward_tp + again_tp, share, stack.slowdown) + max(0.0, 2 * ring - attention.backward_s)
-    if run.zero >= 3 and run.dp * run.cp > 1:
+    if run.zero >= 3 and run.dp * run.cp > 1 and run.pp == 1:
         size = block.layer_parameters(run)
         gather = pricer.collective("all_gather", size * item_bytes(run.dtype), pricer.data_group()) / stack.gather_efficiency
         scatter = pricer.collective("reduce_scatter", size * reduce_bytes(run), pricer.data_group()) / stack.gather_efficiency
@@ -227,7 +228,7 @@ def _transfer_s(pricer: Pricer, index: int) -> float:
     run = pricer.run
     stride = run.tp * run.dp * run.cp
     num_bytes = run.micro_batch * run.model.seq // run.cp * run.model.hidden * item_bytes(run.dtype)
-    if run.sequence_parallel or run.stack == "megatron-lm":  # scatter and gather over the tensor axis
+    if run.sequence_parallel or run.stack != "default":  # scattered and gathered over the tensor axis
         num_bytes /= run.tp
     source = min(index, len(run.stages) - 2) * stride
     return pricer.collective("send", num_bytes, RankGroup(2, stride, min(source, run.cluster.num_devices - stride - 1), stride))
@@ -247,8 +248,8 @@ def _reduce_s(pricer: Pricer, backward_s: float) -> float:
     if ranks > 1:
         group, size = pricer.data_group(), rank_parameters(run)
         gradient, parameter = size * reduce_bytes(run), size * item_bytes(run.dtype)
-        if run.zero >= 3:
-            tables = block.vocab_parameters(run)
+        if run.zero >= 3:  # a pipeline keeps what it has gathered for the step, and reduces at its end
+            tables = block.vocab_parameters(run) if run.pp == 1 else size
             total = pricer.collective("reduce_scatter", tables * reduce_bytes(run), group) + pricer.collective(
                 "all_gather", tables * item_bytes(run.dtype), group
             )
