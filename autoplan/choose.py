@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoplan.batchaxis import BatchAxis, batch_axis
+from autoplan.blockprices import BlockPricer
 from autoplan.graph import Block, Graph
 from autoplan.ilp import Solution, solve
 from autoplan.layout import WHOLE, Layout, Split
 from autoplan.price import LocalGraph, Pricer
-from autoplan.problem import BlockPoint, BlockProblem, Price, build
+from autoplan.problem import BlockPoint, BlockProblem, Price
 from costmodel.opkey import RankGroup
 
 _MAX_FACTORS = 2  # boundaries tried beside "whole"
@@ -95,34 +96,35 @@ class Outline:
         return found
 
     @cached_property
-    def shared(self) -> tuple[str, ...]:
-        """Parameters that blocks of more than one pattern use."""
-        users: dict[str, dict[str, None]] = {}
+    def _users(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter, buffer or constant -> the blocks that read it, ascending."""
+        users: dict[str, dict[int, None]] = {}
         for i in self.batch.body:
             for name in self.graph.ops[i].operands:
-                if self.graph.values[name].kind == "parameter":
-                    users.setdefault(name, {})[self.graph.blocks[self.block_of[i]].pattern] = None
-        return tuple(name for name, patterns in users.items() if len(patterns) > 1)
+                if self.graph.values[name].kind in ("parameter", "buffer", "constant"):
+                    users.setdefault(name, {})[self.block_of[i]] = None
+        return {name: tuple(blocks) for name, blocks in users.items()}
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """Parameters that blocks of more than one pattern use."""
+        return tuple(name for name, blocks in self.tied.items() if len({self.graph.blocks[n].pattern for n in blocks}) > 1)
+
+    @cached_property
+    def shared_in(self) -> Mapping[str, tuple[str, ...]]:
+        """Pattern -> the shared parameters that its blocks use."""
+        used = {name: [self.graph.blocks[n].pattern for n in self.tied[name]] for name in self.shared}
+        return {pattern: tuple(name for name, patterns in used.items() if pattern in patterns) for pattern in self.examples}
 
     @cached_property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
         """Parameter used by more than one block -> those blocks."""
-        users: dict[str, dict[int, None]] = {}
-        for i in self.batch.body:
-            for name in self.graph.ops[i].operands:
-                if self.graph.values[name].kind == "parameter":
-                    users.setdefault(name, {})[self.block_of[i]] = None
-        return {name: tuple(blocks) for name, blocks in users.items() if len(blocks) > 1}
+        return {name: blocks for name, blocks in self._users.items() if len(blocks) > 1 and self.graph.values[name].kind == "parameter"}
 
     @cached_property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
         """Buffer or constant -> the blocks that read it."""
-        users: dict[str, dict[int, None]] = {}
-        for i in self.batch.body:
-            for name in self.graph.ops[i].operands:
-                if self.graph.values[name].kind in ("buffer", "constant"):
-                    users.setdefault(name, {})[self.block_of[i]] = None
-        return {name: tuple(blocks) for name, blocks in users.items()}
+        return {name: blocks for name, blocks in self._users.items() if self.graph.values[name].kind != "parameter"}
 
     def boundaries(self, degree: int, sequence_parallel: bool | None) -> tuple[Boundary, ...]:
         """The boundaries that are tried on an axis of `degree` ranks. `sequence_parallel`: only split ones, or only whole."""
@@ -188,32 +190,41 @@ class Outline:
 
 
 class Chooser:
-    """Solves patterns on one tensor degree and number of rows, each question once."""
+    """Solves patterns on one tensor degree and number of rows, each question once.
+
+    Two boundaries that look the same from a block are one question.
+    """
 
     def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int]) -> None:
         self.outline = outline
         self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows, degree, pricer)
-        self.degree = degree
-        self.forbidden = forbidden
-        self._problems: dict[tuple[str, Boundary], BlockProblem] = {}
-        self._solved: dict[tuple[str, Boundary, Price], Solution | None] = {}
+        self.prices = BlockPricer(self.local, RankGroup(degree), forbidden)
+        self._problems: dict[tuple, BlockProblem] = {}
+        self._solved: dict[tuple[tuple, Price], Solution | None] = {}
+        self._seen: dict[tuple[str, Boundary], tuple] = {}
+
+    def _view(self, pattern: str, boundary: Boundary) -> tuple:
+        """What a boundary is for one block: layouts of what enters, of what leaves, and of shared parameters that it uses."""
+        key = (pattern, boundary)
+        if key not in self._seen:
+            enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], boundary)
+            used = self.outline.shared_in[pattern]
+            self._seen[key] = (pattern, tuple(enters.items()), leaves, tuple((name, rest) for name, rest in boundary.shared if name in used))
+        return self._seen[key]
 
     def problem(self, pattern: str, boundary: Boundary) -> BlockProblem:
-        key = (pattern, boundary)
-        if key not in self._problems:
-            number = self.outline.examples[pattern]
-            block = self.outline.graph.blocks[number]
-            enters, leaves = self.outline.boundary_of(number, boundary)
-            self._problems[key] = build(
-                self.local, block.name, self.outline.indices(block), enters, leaves, dict(boundary.shared), RankGroup(self.degree), self.forbidden
-            )
-        return self._problems[key]
+        view = self._view(pattern, boundary)
+        if view not in self._problems:
+            block = self.outline.graph.blocks[self.outline.examples[pattern]]
+            _, enters, leaves, rests = view
+            self._problems[view] = self.prices.problem(block.name, self.outline.indices(block), dict(enters), leaves, dict(rests))
+        return self._problems[view]
 
     def choose(self, boundary: Boundary, price: Price) -> Chosen | None:
         """The best choice of every pattern; None where the boundary cannot be had."""
         found: dict[str, Solution] = {}
         for pattern in self.outline.examples:
-            key = (pattern, boundary, price)
+            key = (self._view(pattern, boundary), price)
             if key not in self._solved:
                 self._solved[key] = solve(self.problem(pattern, boundary), price)
             solution = self._solved[key]
@@ -224,10 +235,10 @@ class Chooser:
 
     def least(self) -> tuple[float, float]:
         """(seconds of one micro-batch through all blocks, of the heaviest block), operators alone: a lower bound."""
-        boundary = Boundary(None, tuple((name, WHOLE) for name in self.outline.shared))
         total = heaviest = 0.0
-        for pattern in self.outline.examples:
-            seconds = sum(min(choice.seconds for choice in item.choices) for item in self.problem(pattern, boundary).items)
+        for pattern, number in self.outline.examples.items():
+            items, _ = self.prices.items(self.outline.indices(self.outline.graph.blocks[number]))
+            seconds = sum(min(choice.seconds for choice in item.choices) for item in items)
             total += seconds * self.outline.counts[pattern]
             heaviest = max(heaviest, seconds)
         return total, heaviest

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from autoplan.errors import AutoplanError
-from autoplan.graph import Graph, Op, Option
+from autoplan.graph import Graph, Option
 from autoplan.layout import Layout, Split
 from costmodel import argtext
 from costmodel.opkey import Collective, CollectiveKind, OpKey, OpTime, RankGroup, Shape
@@ -120,6 +120,7 @@ class LocalGraph:
         self.rows = rows
         self.degree = degree
         self.pricer = pricer
+        self._known: dict[int, tuple] = {}
 
     @cached_property
     def parts(self) -> int:
@@ -129,28 +130,44 @@ class LocalGraph:
     def dtype(self, name: str) -> str:
         return compute_dtype(self.graph.values[name].spec.dtype, self.pricer.precision)
 
-    def shape(self, name: str, batch: Layout, tensor: Layout) -> Shape:
-        """Local shape of a value that lies as `batch` on the data axis and as `tensor` on the tensor axis."""
-        return cut(cut(self.graph.values[name].spec.shape, batch, self.parts), tensor, self.degree)
-
     def num_bytes(self, name: str) -> int:
         """Bytes of a value on all ranks of the tensor axis together, in its layout on the data axis."""
         shape = cut(self.graph.values[name].spec.shape, self.batch_layouts[name], self.parts)
         return bytes_of(shape, self.dtype(name))
 
-    def op_time(self, index: int, op: Op, option: Option) -> OpTime:
-        """Seconds of `op`, number `index` of the graph, run as `option` on the tensor axis."""
+    def operands(self, index: int) -> tuple[str, ...]:
+        """Operands of op number `index` of the graph."""
+        return self._facts(index)[0]
+
+    def share(self, index: int, option: Option) -> int:
+        """Into how many equal parts the work of an op is divided, on both axes together."""
         batch = self.batch_options[index]
-        operands = tuple((self.shape(n, b, t), self.dtype(n)) for n, b, t in zip(op.operands, batch.reads, option.reads, strict=True))
-        outputs = tuple((self.shape(n, b, t), self.dtype(n)) for n, b, t in zip(op.outputs, batch.writes, option.writes, strict=True))
-        share = 1
-        if any(isinstance(layout, Split) for layout in (*batch.reads, *batch.writes)):
-            share *= self.parts
-        if any(isinstance(layout, Split) for layout in (*option.reads, *option.writes)):
-            share *= self.degree
-        grads = tuple(self.graph.values[n].requires_grad for n in op.operands)
-        instr = op.instr if self.pricer.precision is None else cast_instr(op.instr, self.pricer.precision)
-        return self.pricer.op(OpKey(instr.target, operands, outputs, arguments(instr), grads, op.flops // share))
+        parts = self.parts if any(isinstance(layout, Split) for layout in (*batch.reads, *batch.writes)) else 1
+        return parts * self.degree if any(isinstance(layout, Split) for layout in (*option.reads, *option.writes)) else parts
+
+    def op_time(self, index: int, option: Option) -> OpTime:
+        """Seconds of op number `index` of the graph, run as `option` on the tensor axis."""
+        op, batch = self.graph.ops[index], self.batch_options[index]
+        names, grads, text, inputs, results = self._facts(index)
+        operands = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(inputs, option.reads, strict=True))
+        outputs = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(results, option.writes, strict=True))
+        assert len(names) == len(batch.reads)
+        return self.pricer.op(OpKey(op.instr.target, operands, outputs, text, grads, op.flops // self.share(index, option)))
+
+    def _facts(self, index: int) -> tuple:
+        """Of one op: operands, which need a gradient, other arguments as text, (shape, dtype) of operands and outputs on the data axis."""
+        if index not in self._known:
+            op, batch = self.graph.ops[index], self.batch_options[index]
+            names = op.operands
+            instr = cast_instr(op.instr, self.pricer.precision) if self.pricer.precision else op.instr
+            self._known[index] = (
+                names,
+                tuple(self.graph.values[n].requires_grad for n in names),
+                arguments(instr),
+                tuple((cut(self.graph.values[n].spec.shape, b, self.parts), self.dtype(n)) for n, b in zip(names, batch.reads, strict=True)),
+                tuple((cut(self.graph.values[n].spec.shape, b, self.parts), self.dtype(n)) for n, b in zip(op.outputs, batch.writes, strict=True)),
+            )
+        return self._known[index]
 
 
 def cast_instr(instr: Instr, precision: str | None) -> Instr:

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autoplan.batchaxis import step_ops, training_results
+from autoplan.blockprices import VIEWS
 from autoplan.flops import flops
 from autoplan.graph import Graph, Op
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
 from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
-from autoplan.problem import VIEWS
 from costmodel.opkey import CollectiveKind, OpKey, OpTime
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.batchaxis import batch_axis
+from autoplan.blockprices import BlockPricer
 from autoplan.errors import AutoplanError
 from autoplan.graph import Graph
 from autoplan.ilp import solve
 from autoplan.layout import WHOLE, Layout, Split
 from autoplan.price import LocalGraph, Pricer
-from autoplan.problem import BlockProblem, Budget, Price, build, evaluate
+from autoplan.problem import BlockProblem, Budget, Price, evaluate
 from costmodel.opkey import RankGroup
 
 
@@ -24,7 +25,7 @@ def problem_of(graph: Graph, block: int, degree: int, boundary: dict[str, Layout
     axis = batch_axis(graph)
     local = LocalGraph(graph, axis.options, axis.layouts, rows, degree, Pricer(FlatPrices(), None))
     found = graph.blocks[block]
-    return build(local, found.name, tuple(range(found.start, found.stop)), boundary, tuple(wanted.items()), {}, RankGroup(degree))
+    return BlockPricer(local, RankGroup(degree)).problem(found.name, tuple(range(found.start, found.stop)), boundary, tuple(wanted.items()), {})
 
 
 def start(b: Builder, factors: tuple[int, ...]) -> None:

@@ -1,0 +1,216 @@
+"""Block problems from a graph: operators, conversions and parameters of one block, priced for one tensor degree.
+
+What does not depend on the boundary (the options of every operator, the price of every conversion) is priced once and
+shared by all problems of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoplan.graph import Graph, Op, Option, options
+from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
+from autoplan.price import LocalGraph, bytes_of, itemsize
+from autoplan.problem import BlockProblem, Choice, Item, Move, Use, Weight
+from costmodel.opkey import CollectiveKind, RankGroup
+
+# Operators whose output shares the storage of their first operand.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default",
+        "reshape.default",
+        "_unsafe_view.default",
+        "transpose.int",
+        "t.default",
+        "permute.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.default",
+        "expand.default",
+        "slice.Tensor",
+        "select.int",
+        "detach.default",
+        "alias.default",
+        "split.Tensor",
+        "split_with_sizes.default",
+        "chunk.default",
+        "unbind.int",
+        "flatten.using_ints",
+        "unflatten.int",
+        "view_as.default",
+        "movedim.int",
+    )
+)
+
+_HEAVY_SHARE = 0.01  # of a block's FLOPs
+
+
+def storage_roots(graph: Graph, start: int, stop: int) -> Mapping[str, str]:
+    """Value -> the value whose storage it shares, through the views among ops [start, stop)."""
+    roots: dict[str, str] = {}
+    for op in graph.ops[start:stop]:
+        if op.instr.target in VIEWS and op.operands:
+            first = op.operands[0]
+            roots.update((out, roots.get(first, first)) for out in op.outputs)
+    return roots
+
+
+class BlockPricer:
+    """Prices the blocks of one local graph. `group` are the ranks of the tensor axis.
+
+    No option divides the batch factor (the data axis has it) nor a factor in `forbidden`.
+    """
+
+    def __init__(self, local: LocalGraph, group: RankGroup, forbidden: frozenset[int] = frozenset()) -> None:
+        self.local = local
+        self.group = group
+        self.forbidden = forbidden
+        self._items: dict[tuple[int, ...], tuple[tuple[Item, ...], Mapping[str, int]]] = {}
+        self._moves: dict[tuple[str, Layout, Layout], Move | None] = {}
+
+    def items(self, indices: tuple[int, ...]) -> tuple[tuple[Item, ...], Mapping[str, int]]:
+        """The operators `indices` with their priced options, and the bytes of every storage that they may keep."""
+        if indices not in self._items:
+            graph = self.local.graph
+            roots = storage_roots(graph, indices[0], indices[-1] + 1) if indices else {}
+            saved_bytes: dict[str, int] = {}
+            found: list[Item] = []
+            for index in indices:
+                op = graph.ops[index]
+                operands, outputs = self.local.operands(index), op.outputs
+                allowed = _options(graph, op, operands, self.local.degree, self.forbidden)
+                choices = tuple(_choice(self.local, index, option, roots, self.group, saved_bytes) for option in allowed)
+                found.append(Item(op.name, operands, outputs, choices))
+            self._items[indices] = (tuple(_without_repeated_work(found)), saved_bytes)
+        return self._items[indices]
+
+    def move(self, name: str, src: Layout, dst: Layout) -> Move | None:
+        """One conversion, priced; None where it cannot be had."""
+        key = (name, src, dst)
+        if key not in self._moves:
+            self._moves[key] = price_move(self.local, name, src, dst, self.group)
+        return self._moves[key]
+
+    def problem(
+        self, name: str, indices: tuple[int, ...], sources: Mapping[str, Layout], wanted: tuple[tuple[str, Layout], ...], rests: Mapping[str, Layout]
+    ) -> BlockProblem:
+        """The problem of the operators `indices`.
+
+        `sources` and `wanted` fix the boundary; `rests` the layouts of parameters that other blocks use too.
+        """
+        items, saved_bytes = self.items(indices)
+        weights: dict[str, Weight] = {}
+        given: dict[str, Layout] = {}
+        for item in items:
+            for operand in item.operands:
+                kind = self.local.graph.values[operand].kind
+                if kind == "parameter":
+                    if operand not in weights:
+                        weights[operand] = _weight(self.local, operand, rests.get(operand), self.group)
+                elif kind != "activation":
+                    given[operand] = WHOLE
+                elif operand in sources:
+                    given[operand] = sources[operand]
+        return BlockProblem(name, self.local.degree, items, given, wanted, weights, self._all_moves(items, given, weights, wanted), saved_bytes)
+
+    def _all_moves(
+        self, items: tuple[Item, ...], sources: Mapping[str, Layout], weights: Mapping[str, Weight], wanted: tuple[tuple[str, Layout], ...]
+    ) -> Mapping[tuple[str, Layout, Layout], Move]:
+        lies: dict[str, dict[Layout, None]] = {name: {layout: None} for name, layout in sources.items()}
+        lies.update((name, {WHOLE: None}) for name in weights)
+        read: dict[str, dict[Layout, None]] = {}
+        for item in items:
+            for position, name in enumerate(item.outputs):
+                lies[name] = {choice.option.writes[position]: None for choice in item.choices}
+            for position, name in enumerate(item.operands):
+                read.setdefault(name, {}).update((choice.option.reads[position], None) for choice in item.choices)
+        for name, layout in wanted:
+            read.setdefault(name, {})[layout] = None
+        moves: dict[tuple[str, Layout, Layout], Move] = {}
+        for name, layouts in read.items():
+            for src in lies[name]:
+                for dst in layouts:
+                    move = self.move(name, src, dst)
+                    if move is not None:
+                        moves[name, src, dst] = move
+        return moves
+
+
+def _options(graph: Graph, op: Op, operands: tuple[str, ...], degree: int, forbidden: frozenset[int]) -> tuple[Option, ...]:
+    banned = {loop.label for loop in op.loops if loop.factor == graph.batch_factor or loop.factor in forbidden}
+    given = [graph.values[name].kind != "activation" for name in operands]
+
+    def can_be_read(option: Option) -> bool:  # what no operator makes is never a partial sum
+        return not any(fixed and read == PARTIAL for fixed, read in zip(given, option.reads, strict=True))
+
+    return tuple(option for option in options(graph, op, degree) if option.label not in banned and can_be_read(option))
+
+
+def _without_repeated_work(items: list[Item]) -> list[Item]:
+    """Items whose operators, if they weigh and can be divided, are divided: an axis of ranks that repeat each other is no plan."""
+    total = sum(max(choice.flops for choice in item.choices) for item in items)
+    found = []
+    for item in items:
+        whole = max(choice.flops for choice in item.choices)
+        divided = tuple(choice for choice in item.choices if choice.flops < whole)
+        found.append(replace(item, choices=divided) if divided and whole >= _HEAVY_SHARE * total else item)
+    return found
+
+
+def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, str], group: RankGroup, saved_bytes: dict[str, int]) -> Choice:
+    op, operands, outputs = local.graph.ops[index], local.operands(index), local.graph.ops[index].outputs
+    time = local.op_time(index, option)
+    forward_s, backward_s = time.forward_s, time.backward_s
+    loop = next((loop for loop in op.loops if loop.label == option.label), None)
+    uses: list[Use] = []
+    for kind, (side, position), phase in loop.inner if loop else ():
+        name = (operands if side == "in" else outputs)[position]
+        uses.append(Use(_collective_kind(kind), phase, local.num_bytes(name)))
+        seconds = local.pricer.collective(_collective_kind(kind), local.num_bytes(name), group)
+        forward_s, backward_s = (forward_s + seconds, backward_s) if phase == "forward" else (forward_s, backward_s + seconds)
+    if not any(local.graph.values[name].requires_grad for name in outputs):
+        backward_s = 0.0
+    saved: dict[tuple[str, bool], None] = {}
+    for name in op.saved:
+        root = roots.get(name, name)
+        if local.graph.values[root].kind != "activation":
+            continue
+        layout = option.reads[operands.index(name)] if name in operands else option.writes[outputs.index(name)]
+        saved_bytes.setdefault(root, local.num_bytes(root))
+        saved[root, isinstance(layout, Split)] = None
+    share = local.share(index, option)
+    return Choice(option, forward_s, backward_s, tuple(saved), op.saved_extra_bytes // share, op.flops // share, tuple(uses))
+
+
+def _collective_kind(kind: str) -> CollectiveKind:
+    assert kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"), kind
+    return kind  # type: ignore[return-value]
+
+
+def _weight(local: LocalGraph, name: str, rest: Layout | None, group: RankGroup) -> Weight:
+    value = local.graph.values[name]
+    shape = value.spec.shape
+    num_bytes = bytes_of(shape, value.spec.dtype)
+    deferred_s = local.pricer.collective("all_reduce", num_bytes, group) if value.requires_grad else 0.0
+    return Weight(name, num_bytes, num_bytes // itemsize(value.spec.dtype), rest, value.requires_grad, deferred_s)
+
+
+def price_move(local: LocalGraph, name: str, src: Layout, dst: Layout, group: RankGroup) -> Move | None:
+    """The conversion of a value, priced; None where it cannot be had. Nothing flows back to a value without gradient."""
+    found = conversion(src, dst)
+    if found is None:
+        return None
+    value = local.graph.values[name]
+    num_bytes = local.num_bytes(name)
+    if value.kind == "parameter" and dst == VARY:
+        num_bytes = bytes_of(value.spec.shape, value.spec.dtype)  # gradients are summed in the parameter's own precision
+    backward = found.backward if value.requires_grad else None
+    return Move(found.forward, backward, _move_s(local, found.forward, num_bytes, group), _move_s(local, backward, num_bytes, group), num_bytes)
+
+
+def _move_s(local: LocalGraph, kind: Kind | None, num_bytes: int, group: RankGroup) -> float:
+    if kind is None or kind == "slice":
+        return 0.0
+    return local.pricer.collective(_collective_kind(kind), num_bytes // group.size if kind == "all_to_all" else num_bytes, group)
