@@ -78,7 +78,7 @@ def _container(item: str) -> str:
 def _items(ops: Sequence[Op]) -> dict[str, str]:
     """Module path -> the layer that it belongs to."""
     paths = list(dict.fromkeys(op.module for op in ops))
-    cost = Counter({path: 0 for path in paths})
+    cost = Counter(dict.fromkeys(paths, 0))
     for op in ops:
         cost[op.module] += op.flops
     total = sum(cost.values())
@@ -130,7 +130,7 @@ def _levels(values: Mapping[str, Value], ops: Sequence[Op], items: Mapping[str, 
     for op, level in zip(ops, own, strict=True):
         holds[level] |= any(values[n].kind == "parameter" for n in op.operands)
     target = list(range(len(names)))
-    order = [i for i in range(len(names))]
+    order = range(len(names))
     part = 0
     for i in order:
         if names[i] in index or i == last:

@@ -159,7 +159,7 @@ def _refuse(model: nn.Module) -> None:
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
             raise CaptureError(
-                "capture was called inside torch.autocast, which an export drops: leave the context and use precision='bf16' (or autocast inside the model's forward)"
+                "capture was called inside torch.autocast, which an export drops: leave the context and use precision='bf16', or autocast in the model"
             )
     for name, module in model.named_modules():
         kind, where = type(module).__name__, f"module {name!r}" if name else "the model"
@@ -205,7 +205,7 @@ def _no_custom_function() -> Iterator[None]:
             return original.__get__(None, cls)(*args, **kwargs)
         if cls.__name__ == "CheckpointFunction":
             raise _Refused(
-                "re-entrant activation checkpointing is a custom autograd.Function, whose backward an export loses: pass use_reentrant=False, or leave it to the plan"
+                "re-entrant checkpointing is a custom autograd.Function, whose backward an export loses: pass use_reentrant=False, or leave it to the plan"
             )
         raise _Refused(f"the custom autograd.Function {cls.__name__} would lose its backward: register it as a torch.library operator with register_autograd")
 

@@ -5,8 +5,10 @@ operand or output by its memory (`torch.autograd.graph.saved_tensors_hooks`, tor
 belongs to neither is counted in bytes (statistics, masks, intermediate results). Where the meta device runs another kernel than the devices do,
 the table here says what those keep:
 
-    attention           q, k, v, the output, and one float32 log-sum-exp per query and head; the mask if it is a tensor
-    runtime.batch_norm  x and the weight; mean and inverse deviation per channel
+    attention           q, k, v, the output, and one float32 log-sum-exp per query and head; a mask of numbers, or the numbers made of a boolean one.
+                        With a mask that is learned: as the meta device says (the weights are kept)
+    runtime.attention   as it is written out in runtime/sharded/stochastic.py
+    runtime.batch_norm  x and the weight, the new running statistics; mean and inverse deviation per channel
     runtime.dropout     one byte per element
     runtime.experts     weights; for each slot its row, gate and up, the activation's two factors and product, and its result
 """
@@ -23,8 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from runtime.call import decode, dtype_of, resolve
 from runtime.instr import Instr, Ref, TensorSpec, uses
-
-_ATTENTION = ("aten.scaled_dot_product_attention.default", "runtime.attention")
 
 
 def saved(instr: Instr, grads: Sequence[bool], specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], int]:
@@ -59,20 +59,22 @@ def _numbered(instr: Instr, numbers: dict[str, str]) -> Instr:
 
 
 @lru_cache(maxsize=65536)
-def _saved(
-    instr: Instr, grads: tuple[bool, ...], specs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]
-) -> tuple[tuple[int, ...], int]:
+def _saved(instr: Instr, grads: tuple[bool, ...], specs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec | None, ...]) -> tuple[tuple[int, ...], int]:
     """Indices into operands + outputs, and extra bytes."""
     num = len(specs)
-    if instr.target in _ATTENTION:
+    if instr.target == "aten.scaled_dot_product_attention.default" and not (num > 3 and grads[3]):
         q = specs[0].shape
-        mask = (3,) if num > 3 else ()
-        dropped = 0 if instr.target == _ATTENTION[0] else math.prod(q[:-1]) * specs[1].shape[-2]
-        return (0, 1, 2, *mask, num), 4 * math.prod(q[:-1]) + dropped
+        statistics = 4 * math.prod(q[:-1])
+        if num > 3 and specs[3].dtype == "bool":
+            return (0, 1, 2, num), statistics + dtype_of(specs[0].dtype).itemsize * math.prod(specs[3].shape)
+        return (0, 1, 2, *((3,) if num > 3 else ()), num), statistics
+    if instr.target == "runtime.attention":
+        return _dropped_attention(instr, specs)
     if instr.target == "runtime.batch_norm":
         channels = specs[0].shape[1]
         weight = (1,) if isinstance(instr.args[1], Ref) else ()
-        return (0, *weight), 2 * 4 * channels
+        statistics = (num + 1, num + 2) if isinstance(instr.args[3], Ref) else ()
+        return (0, *weight, *statistics), 2 * 4 * channels
     if instr.target == "runtime.dropout":
         return (), math.prod(specs[0].shape)
     if instr.target == "runtime.experts":
@@ -84,6 +86,18 @@ def _saved(
     if instr.target == "runtime.scale_by_count":
         return ((1,), 0) if num > 1 else ((), 0)
     return _ask(instr, grads, specs)
+
+
+def _dropped_attention(instr: Instr, specs: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...], int]:
+    """Attention written out in at least float32: scaled queries, keys, values, and of the weights the softmax, the mask and the product."""
+    dtype = dtype_of(specs[0].dtype)
+    size = max(4, dtype.itemsize)
+    queries, keys, values = (spec.shape for spec in specs[:3])
+    repeats = queries[-3] // keys[-3] if instr.args[7] else 1
+    extra = size * math.prod(queries) + (2 * size + 1) * math.prod(queries[:-1]) * keys[-2]
+    if size == dtype.itemsize and repeats == 1:
+        return (1, 2), extra
+    return (), extra + size * repeats * (math.prod(keys) + math.prod(values))
 
 
 def _ask(instr: Instr, grads: tuple[bool, ...], specs: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...], int]:

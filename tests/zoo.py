@@ -43,7 +43,9 @@ def gpt2(**changes: Any) -> Built:
 
 
 def _decoder_sizes(**changes: Any) -> dict[str, Any]:
-    sizes = dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2)
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2
+    )
     return sizes | dict(max_position_embeddings=32, use_cache=False, attention_dropout=0.0) | changes
 
 
@@ -67,7 +69,9 @@ def mixtral_aux() -> Built:
 
 
 def bert(**changes: Any) -> Built:
-    sizes = dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=FFN, max_position_embeddings=32)
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=FFN, max_position_embeddings=32
+    )
     config = transformers.BertConfig(**(sizes | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0) | changes))
     batch = _tokens()
     mask = torch.ones(ROWS, SEQ, dtype=torch.int64)

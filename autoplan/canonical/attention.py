@@ -95,8 +95,9 @@ def _unrepeated(name: str, producers: Mapping[str, Step]) -> str | None:
     if expand is not None:  # one head for all queries
         spec, wide = producers.get(operand(expand)), expand.outputs[0].spec
         source = next((o.spec for o in spec.instr.outputs if o.name == operand(expand)), None) if spec else None
-        alike = source is not None and wide is not None and len(source.shape) == 4 and source.shape[1] == 1
-        return operand(expand) if alike and source.shape[0] == wide.shape[0] and source.shape[2:] == wide.shape[2:] else None
+        if source is None or wide is None or len(source.shape) != 4 or source.shape[1] != 1:
+            return None
+        return operand(expand) if source.shape[0] == wide.shape[0] and source.shape[2:] == wide.shape[2:] else None
     reshape = made_by(name, "aten.reshape.default")
     expand = made_by(operand(reshape), "aten.expand.default") if reshape else None
     unsqueeze = made_by(operand(expand), "aten.unsqueeze.default") if expand else None

@@ -32,7 +32,7 @@ _SHAPE_ONLY = {  # results that depend on the operand's shape alone, and the val
     "aten.new_full.default": None,
 }
 # Elementwise operators that give a result when their operands are broadcast late, beyond those that torch tags as such.
-_POINTWISE = frozenset("aten.__and__.Tensor aten.__or__.Tensor aten.where.ScalarOther aten.where.ScalarSelf aten.where.Scalar aten.to.dtype".split())
+_POINTWISE = frozenset(["aten.__and__.Tensor", "aten.__or__.Tensor", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar", "aten.to.dtype"])
 
 
 def is_pointwise(target: str) -> bool:
@@ -151,9 +151,7 @@ def simplify(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
     """`trace` without operators that a known operand makes the identity; calls on constants stay for `materialise`."""
     rewriter = Rewriter(trace)
     for step in trace.steps:
-        if all(out.name in known for out in step.instr.outputs):
-            rewriter.keep(step)
-        elif not _simplified(rewriter, step, known):
+        if all(out.name in known for out in step.instr.outputs) or not _simplified(rewriter, step, known):
             rewriter.keep(step)
     return rewriter.finish()
 
@@ -259,7 +257,7 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
             shapes = [rewriter.specs[leaf_of(n)].shape if n in known else rewriter.specs[rewriter.now(n)].shape for n in uses(step.instr)]
             free = is_pointwise(step.instr.target) and out is not None and torch.broadcast_shapes(*shapes) == out.shape
             mask = step.instr.target.startswith("aten.scaled_dot_product_attention") or step.instr.target == "runtime.attention"
-            for i, name in enumerate(constants):
+            for name in constants:
                 as_mask = mask and uses(step.instr).index(name) == 3
                 rewriter.rename(name, leaf_of(name) if free or (as_mask and _keeps_rows(rewriter, leaf_of(name), known[name])) else full(name, step))
         rewriter.keep(step)

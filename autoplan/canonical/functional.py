@@ -9,6 +9,7 @@ change values behind autograd's back.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -18,11 +19,16 @@ from runtime.call import resolve
 from runtime.instr import Arg, Dtype, Instr, Output, Ref, TensorSpec, uses
 
 _BATCH_NORM = "aten.batch_norm.default"
-_RESHAPES = frozenset(
-    "aten.view.default aten.reshape.default aten.flatten.using_ints aten.unflatten.int aten.squeeze.dim aten.squeeze.default aten.squeeze.dims "
-    "aten.unsqueeze.default aten._unsafe_view.default aten.view_as.default".split()
-)
-_SAME = frozenset("aten.alias.default aten.contiguous.default aten.to.dtype aten.to.dtype_layout aten.to.device aten.to.other aten.lift_fresh.default".split())
+# fmt: off
+_RESHAPES = frozenset((
+    "aten.view.default", "aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze.dim", "aten.squeeze.default",
+    "aten.squeeze.dims", "aten.unsqueeze.default", "aten._unsafe_view.default", "aten.view_as.default",
+))
+_SAME = frozenset((
+    "aten.alias.default", "aten.contiguous.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other",
+    "aten.lift_fresh.default",
+))
+# fmt: on
 
 
 def functionalize(trace: Trace) -> Trace:
@@ -42,7 +48,7 @@ def _mutable(target: str) -> bool:
     if not target.startswith("aten."):
         op = resolve(target)
         return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
-    return target.split(".")[1].endswith("_") and not target.split(".")[1].endswith("__") or resolve(target)._schema.is_mutable  # type: ignore[attr-defined]
+    return (target.split(".")[1].endswith("_") and not target.split(".")[1].endswith("__")) or resolve(target)._schema.is_mutable  # type: ignore[attr-defined]
 
 
 class _Functionalizer:
@@ -173,7 +179,7 @@ class _Functionalizer:
         while chain[-1] in self.parent:
             chain.append(self.parent[chain[-1]][0])
         self.version[base] = self.version.get(base, 0) + 1
-        for below, above in zip(chain[:-1], chain[1:], strict=True):
+        for below, above in pairwise(chain):
             self.rewriter.rename(below, value)
             self.seen[below] = self.version[base]
             _, view, index = self.parent[below]

@@ -1,8 +1,7 @@
 """Exported program -> trace. Regions under no_grad and autocast are written out as detach and casts.
 
 no_grad: what the region reads is detached, so nothing in it requires a gradient. autocast: each operator's floating
-operands are cast as torch's autocast policy says (torch docs, "Automatic Mixed Precision", CPU and CUDA op lists); casts of parameters are
-shared within the outermost region, as autocast's cache does. The recorded result types check the policy.
+operands are cast as torch's policy says (autocast.py); casts of parameters are shared within the outermost region, as autocast's cache does.
 """
 
 from __future__ import annotations
@@ -18,27 +17,11 @@ from torch.export.exported_program import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autoplan.canonical.autocast import compute_dtype
 from autoplan.canonical.trace import Leaf, Step, Trace, substitute
 from autoplan.errors import CaptureError
 from runtime.call import dtype_name, dtype_of, encode, spec_of
 from runtime.instr import Arg, Dtype, Instr, Output, Ref, TensorSpec, uses
-
-# Operators that autocast runs in the low precision, in float32, and in the widest type of its operands.
-_LOW = frozenset(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution linear matmul mm bmm addmm addbmm baddbmm addmv mv chain_matmul "
-    "scaled_dot_product_attention prelu einsum __matmul__ linalg_vecdot grouped_mm".split()
-)
-_FULL_BOTH = frozenset(
-    "binary_cross_entropy mse_loss cosine_embedding_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss nll_loss nll_loss_nd nll_loss2d "
-    "cross_entropy_loss ctc_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss poisson_nll_loss soft_margin_loss triplet_margin_loss cdist "
-    "binary_cross_entropy_with_logits".split()
-)
-_FULL_CUDA = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm group_norm norm cosine_similarity cumprod cumsum "
-    "dist pdist renorm logsumexp prod softmax log_softmax sum".split()
-)
-_FULL_CPU = frozenset("avg_pool3d grid_sampler polar quantile nanquantile stft view_as_complex cholesky inverse linalg_eigh".split())
-_WIDEST = frozenset("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot cat stack index_copy".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +85,11 @@ def import_program(
             tied[same[0]] = name
         elif found.kind == InputKind.CONSTANT_TENSOR:
             data = program.constants[found.target or ""]
-            constants[name] = torch.zeros(data.shape, dtype=data.dtype) if data.is_meta else data.detach().cpu().clone()
-            if data.is_meta:
+            if not isinstance(data, torch.Tensor) or data.is_meta:
                 raise CaptureError(
                     f"a tensor that the model holds outside its parameters and buffers ({found.target}) is on the meta device: register it as a buffer"
                 )
+            constants[name] = data.detach().cpu().clone()
             leaves[name] = Leaf("constant", spec)
         else:
             raise CaptureError(f"the model takes an input of kind {found.kind.name.lower()}, which a plan cannot hold")
@@ -262,18 +245,11 @@ class _Importer:
         return _renamed(instr, changed)
 
     def _autocast(self, instr: Instr, region: _Region, path: str, source: str) -> Instr:
-        op = instr.target.split(".")[1].removesuffix("_")
-        full = _FULL_BOTH | (_FULL_CUDA if region.device == "cuda" else _FULL_CPU)
         floats = [n for n in dict.fromkeys(uses(instr)) if dtype_of(self.specs[n].dtype).is_floating_point and self.specs[n].dtype != "float64"]
-        if op in _LOW:
-            dtype = region.autocast
-        elif op in full:
-            dtype = "float32"
-        elif op in _WIDEST and floats:
-            dtype = "float32" if any(self.specs[n].dtype == "float32" for n in floats) else self.specs[floats[0]].dtype
-        else:
+        assert region.autocast is not None
+        dtype = compute_dtype(instr.target, region.device, region.autocast, [self.specs[n].dtype for n in floats])
+        if dtype is None:
             return instr
-        assert dtype is not None
         changed: dict[str, str] = {}
         for name in floats:
             if self.specs[name].dtype == dtype:

@@ -13,13 +13,20 @@ from autoplan.canonical.trace import Rewriter, Step, Trace
 from runtime.call import dtype_of
 from runtime.instr import Dtype, Ref, TensorSpec
 
-_CASTS = frozenset("aten.to.dtype aten.to.dtype_layout aten.to.device aten.to.other aten._to_copy.default aten.type_as.default aten.to.prim_Device".split())
-_COPIES = frozenset("aten.alias.default aten.contiguous.default aten.clone.default aten.lift_fresh.default aten.lift_fresh_copy.default".split())
-_RESHAPES = frozenset(
-    "aten.view.default aten.reshape.default aten._unsafe_view.default aten.flatten.using_ints aten.unflatten.int aten.view_as.default aten.reshape_as.default "
-    "aten.squeeze.default aten.squeeze.dim aten.squeeze.dims".split()
-)
-_IDENTITIES = frozenset("aten.broadcast_tensors.default aten._assert_tensor_metadata.default".split())
+# fmt: off
+_CASTS = frozenset((
+    "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten._to_copy.default", "aten.type_as.default",
+    "aten.to.prim_Device",
+))
+_COPIES = frozenset((
+    "aten.alias.default", "aten.contiguous.default", "aten.clone.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default",
+))
+_RESHAPES = frozenset((
+    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.view_as.default",
+    "aten.reshape_as.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+))
+_IDENTITIES = frozenset(("aten.broadcast_tensors.default", "aten._assert_tensor_metadata.default",))
+# fmt: on
 
 
 def tidy(trace: Trace) -> Trace:

@@ -37,7 +37,7 @@ def differences(graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[[A
     loss.backward()
     pairs = {"loss": (env[graph.loss].detach(), loss.detach())}
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"{name}: eager has {p.grad is not None and 'a' or 'no'} gradient"
+        assert (p.grad is None) == (q.grad is None), f"{name}: eager has {(p.grad is not None and 'a') or 'no'} gradient"
         if p.grad is not None and q.grad is not None:
             pairs[name] = (q.grad, p.grad)
     after = {graph.values[b].fqn: env[v] for b, v in graph.buffer_updates}

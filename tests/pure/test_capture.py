@@ -355,7 +355,7 @@ def test_hooks_wrappers_and_a_surrounding_autocast_are_refused() -> None:
     model.weight.register_hook(lambda g: g * 2)
     with pytest.raises(CaptureError, match="'weight' has gradient hooks"):
         capture(model, (X.float(),))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="inside torch.autocast"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="inside torch"):
         capture(nn.Linear(4, 4), (X.float(),))
     with pytest.raises(CaptureError, match="TorchScript"):
         capture(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), (X.float(),))
