@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, StageError
 from runtime.mesh import Axis
 
 # Named all_gather_single and reduce_scatter_single from torch 2.13 on.
@@ -59,23 +59,30 @@ class Part(NamedTuple):
 
 
 def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
-    """Run one blocking collective, recorded. Raises CommunicationError naming rank, axis and kind."""
-    start_s = time.perf_counter()
+    """Run one collective to its end, recorded. `issue` starts it and returns its work (None: it is over already).
+
+    Raises CommunicationError naming rank, axis and kind, and StageError where another rank fails meanwhile.
+    """
+    start_s, start = time.perf_counter(), axis.recorder.mark()
     try:
-        issue()
+        work = issue()
+        if work is not None:
+            axis.guard.wait_collective(work, axis.device, axis.timeout_s)
+    except StageError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)}) failed after "
             f"{time.perf_counter() - start_s:.1f} s of at most {axis.timeout_s:g} s: {error}"
         ) from error
-    axis.recorder.add(kind, axis.name, num_bytes, start_s)
+    axis.recorder.add(kind, axis.name, num_bytes, start)
 
 
 def raw_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis, a new tensor of x's shape."""
     out = x.clone(memory_format=torch.contiguous_format)
     if axis.size > 1:
-        wait(axis, "all_reduce", out.nbytes, lambda: dist.all_reduce(out, group=axis.group))
+        wait(axis, "all_reduce", out.nbytes, lambda: dist.all_reduce(out, group=axis.group, async_op=True))
     return out
 
 
@@ -84,7 +91,7 @@ def raw_all_gather(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
         return x
     part.check(x, part.outer * part.size // axis.size * part.inner, axis.size)
     out = x.new_empty((axis.size, *x.shape))
-    wait(axis, "all_gather", out.nbytes, lambda: gather_into(out.flatten(), x.contiguous().flatten(), group=axis.group))
+    wait(axis, "all_gather", out.nbytes, lambda: gather_into(out.flatten(), x.contiguous().flatten(), group=axis.group, async_op=True))
     return part.whole(out)
 
 
@@ -101,7 +108,7 @@ def raw_reduce_scatter(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
     part.check(x, part.outer * part.size * part.inner, axis.size)
     parts = part.parts(x, axis.size).contiguous()
     out = torch.empty_like(parts[0])
-    wait(axis, "reduce_scatter", parts.nbytes, lambda: scatter_into(out.flatten(), parts.flatten(), group=axis.group))
+    wait(axis, "reduce_scatter", parts.nbytes, lambda: scatter_into(out.flatten(), parts.flatten(), group=axis.group, async_op=True))
     return out
 
 
@@ -112,7 +119,7 @@ def raw_all_to_all(x: torch.Tensor, gathered: Part, split: Part, axis: Axis) -> 
     split.check(x, split.outer * split.size * split.inner, axis.size)
     parts = split.parts(x, axis.size).contiguous()
     out = torch.empty_like(parts)
-    wait(axis, "all_to_all", parts.nbytes * axis.size, lambda: dist.all_to_all_single(out, parts, group=axis.group))
+    wait(axis, "all_to_all", parts.nbytes * axis.size, lambda: dist.all_to_all_single(out, parts, group=axis.group, async_op=True))
     return gathered.whole(out)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from runtime import checkpoint
 from runtime.batch import gather_rows
 from runtime.bodies import compile_bodies
 from runtime.compile import compile_block
+from runtime.errors import BatchError, CommunicationError, StageError
 from runtime.mesh import Mesh
 from runtime.norm import clip_grad_norm
 from runtime.program import Program
@@ -84,23 +86,42 @@ class Executor:
         """Forward and backward of all micro-batches of `batch` (global, or this rank's share).
 
         Returns the loss of the global batch, a scalar, the same on every rank. Gradients are added to those that are there.
-        Raises BatchError before anything runs where the batch is not what the program takes.
+        Raises BatchError before anything runs where the batch is not what the program takes, StageError with the first error of
+        the job where a rank fails, CommunicationError where a wait takes too long.
         """
-        kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
-        run = self._new_run(batch, self.code.actions, is_training=True)
-        for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
-            resident.tensor.grad = None
-        run.run()
-        with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
-            self._reshard()
-            reduce_over_axes(self.trainable, self.mesh)
-            sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
-            for resident, grad in kept_grads:
-                resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
-            self._write_buffers(run.updates)
-            loss = self._total_loss(run)
-        self.num_steps += 1
-        return loss
+        with self._guarded():
+            run = self._new_run(batch, self.code.actions, is_training=True)
+            kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
+            for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
+                resident.tensor.grad = None
+            run.run()
+            with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
+                self._reshard()
+                reduce_over_axes(self.trainable, self.mesh)
+                sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
+                for resident, grad in kept_grads:
+                    resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
+                self._write_buffers(run.updates)
+                loss = self._total_loss(run)
+            self.num_steps += 1
+            return loss
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever fails inside is told to all ranks, and the first error of the job is what all raise."""
+        try:
+            yield
+        except StageError:
+            raise
+        except Exception as error:
+            guard, at = self.mesh.guard, self.mesh.recorder
+            first = guard.cause() if isinstance(error, CommunicationError) else None
+            if first is None:
+                where = f", stage {at.stage}, micro-batch {at.micro_batch}" if at.stage >= 0 else ""
+                first = guard.report(f"rank {self.mesh.rank}{where} ({at.phase}): {type(error).__name__}: {error}")
+            if isinstance(error, (BatchError, CommunicationError)) and str(error) in first:
+                raise
+            raise StageError(first) from error
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients of the model so that their one norm is at most `max_norm`; returns the norm before, on every rank."""
@@ -129,16 +150,17 @@ class Executor:
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients and without writing buffers."""
-        run = self._forward(batch)
-        with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
-            return self._total_loss(run)
+        with self._guarded():
+            run = self._forward(batch)
+            with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
+                return self._total_loss(run)
 
     def predict(self, batch: Any) -> dict[str, torch.Tensor]:
         """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""
-        run = self._forward(batch)
-        counts = [[m.stop - m.start for m in own] for own in self.program.micro_batches]
-        axis = self.mesh.axis("dp")
-        return {name: gather_rows(pieces, counts, axis) for name, pieces in run.predictions.items()}
+        with self._guarded():
+            run = self._forward(batch)
+            counts = [[m.stop - m.start for m in own] for own in self.program.micro_batches]
+            return {name: gather_rows(pieces, counts, self.mesh.axis("dp")) for name, pieces in run.predictions.items()}
 
     def _new_run(self, batch: Any, actions: Schedule, *, is_training: bool) -> Run:
         self.mesh.recorder.clear()

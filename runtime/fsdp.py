@@ -7,7 +7,7 @@ order of the next backward. So every group is told which group comes next.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,26 +27,27 @@ class _Comm:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def _run(self, kind: str, num_bytes: int, issue: Callable[[], Any], *, is_async: bool) -> Any:
+        if not is_async:
+            return wait(self.axis, kind, num_bytes, issue)
+        work = issue()
+        wait(self.axis, kind, num_bytes, lambda: None)
+        return work
+
 
 class RecordedAllGather(_Comm):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-        work = []
-        wait(self.axis, "all_gather", output_tensor.nbytes, lambda: work.append(gather_into(output_tensor, input_tensor, group=group, async_op=async_op)))
-        return work[0]
+        return self._run("all_gather", output_tensor.nbytes, lambda: gather_into(output_tensor, input_tensor, group=group, async_op=True), is_async=async_op)
 
 
 class RecordedReduceScatter(_Comm):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        work = []
-        wait(
-            self.axis,
-            "reduce_scatter",
-            input_tensor.nbytes,
-            lambda: work.append(scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)),
+        work = self._run(
+            "reduce_scatter", input_tensor.nbytes, lambda: scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=True), is_async=async_op
         )
         if self.replicas.size > 1:  # FSDP2 sums the result over the replicas itself, at once
-            self.axis.recorder.add("all_reduce", "dp", output_tensor.nbytes, self.axis.recorder.sent[-1].end_s)
-        return work[0]
+            self.axis.recorder.add("all_reduce", "dp", output_tensor.nbytes, self.axis.recorder.mark())
+        return work
 
 
 def shard(module: nn.Module, mesh: Mesh, *, zero: int) -> FSDPModule:

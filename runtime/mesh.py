@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.record import Recorder
+from runtime.guard import Guard, default_store
+from runtime.record import CpuClock, CudaClock, Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class Axis:
     group: dist.ProcessGroup | None  # None where the axis has one rank
     recorder: Recorder
     timeout_s: float
+    guard: Guard = field(default_factory=lambda: Guard(None, 1))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def rank(self) -> int:
@@ -45,6 +48,7 @@ class Mesh:
     axes: Mapping[str, Axis]
     device: torch.device
     recorder: Recorder
+    guard: Guard
     rank: int
     world_size: int
     timeout_s: float
@@ -56,7 +60,7 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """The axis called `name`; one of size 1 where the mesh has none of that name."""
         found = self.axes.get(name)
-        return found or Axis(name, 1, 0, (self.rank,), None, self.recorder, self.timeout_s)
+        return found or Axis(name, 1, 0, (self.rank,), None, self.recorder, self.timeout_s, self.guard, self.device)
 
 
 CHANNELS = ("forward up", "forward down", "backward up", "backward down")
@@ -100,7 +104,8 @@ def build_mesh(
     if math.prod(sizes.values()) != world_size:
         text = " x ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(f"the mesh {text} needs {math.prod(sizes.values())} ranks, this job has {world_size}: start as many with torchrun --nproc-per-node")
-    recorder = recorder or Recorder()
+    recorder = recorder or Recorder(clock=CudaClock() if device.type == "cuda" else CpuClock())
+    guard = Guard(default_store(), world_size)
     ids = torch.arange(world_size).reshape([size for _, size in axes])
 
     def lines(grid: torch.Tensor, dim: int) -> list[list[int]]:
@@ -109,21 +114,21 @@ def build_mesh(
     def make(name: str, grid: torch.Tensor, dim: int) -> Axis:
         all_lines = lines(grid, dim)
         own = next(line for line in all_lines if rank in line)
-        return Axis(name, len(own), own.index(rank), tuple(own), _new_group(all_lines, timeout_s), recorder, timeout_s)
+        return Axis(name, len(own), own.index(rank), tuple(own), _new_group(all_lines, timeout_s), recorder, timeout_s, guard, device)
 
     made = {name: make(name, ids, i) for i, (name, _) in enumerate(axes)}
     pp_lines = lines(ids, list(sizes).index("pp")) if sizes.get("pp", 1) > 1 else []
     channels = {name: _new_group(pp_lines, timeout_s) if pp_lines else None for name in CHANNELS}
-    alone = Axis("dp", 1, 0, (rank,), None, recorder, timeout_s)
+    alone = Axis("dp", 1, 0, (rank,), None, recorder, timeout_s, guard, device)
     dp = made.get("dp", alone)
     if zero_group is None or zero_group == dp.size:
-        return Mesh(made, device, recorder, rank, world_size, timeout_s, channels, _device_mesh((dp,), device), dp, alone)
+        return Mesh(made, device, recorder, guard, rank, world_size, timeout_s, channels, _device_mesh((dp,), device), dp, alone)
     if dp.size % zero_group:
         raise ValueError(f"zero_group {zero_group} does not divide the {dp.size} data ranks: take a divisor")
     where = list(sizes).index("dp")
     split = ids.unflatten(where, (dp.size // zero_group, zero_group))
     replicas, shards = make("dp", split, where), make("dp", split, where + 1)
-    return Mesh(made, device, recorder, rank, world_size, timeout_s, channels, _device_mesh((replicas, shards), device), shards, replicas)
+    return Mesh(made, device, recorder, guard, rank, world_size, timeout_s, channels, _device_mesh((replicas, shards), device), shards, replicas)
 
 
 def _new_group(lines: list[list[int]], timeout_s: float) -> Any:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,61 +28,105 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """One collective or transfer. Times are of `time.perf_counter`."""
+class Interval:
+    """Something that took time. `kind` is a collective's or "send" with its axis, or an action's ("F", "B", "wait", "reduce", ...)
+    with axis "". Times in seconds on the clock of `time.perf_counter`."""
 
     kind: str
     axis: str
     phase: str
+    stage: int
+    micro_batch: int
     num_bytes: int
     start_s: float
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """One interval of the compute stream: an action ("F", "B", ...), or "preamble", "reduce", "update"."""
+class CpuClock:
+    """Marks are times already."""
 
-    kind: str
-    stage: int
-    micro_batch: int
-    start_s: float
-    end_s: float
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, mark: Any) -> float:
+        return mark
+
+
+class CudaClock:
+    """Marks are events on the current stream: the host runs ahead of the device, so its own time would tell nothing."""
+
+    def __init__(self) -> None:
+        self._base: torch.cuda.Event | None = None
+        self._base_s = 0.0
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if self._base is None:
+            event.synchronize()
+            self._base, self._base_s = event, time.perf_counter()
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        assert self._base is not None
+        mark.synchronize()
+        return self._base_s + self._base.elapsed_time(mark) / 1e3
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Collects the events of a step. `phase`, `stage` and `micro_batch` say what the rank is at now."""
+    """Collects what happens in a step. `phase`, `stage` and `micro_batch` say what the rank is at now."""
 
+    clock: CpuClock | CudaClock = field(default_factory=CpuClock)
     phase: str = "forward"
     stage: int = -1
     micro_batch: int = -1
-    sent: list[Sent] = field(default_factory=list)
-    ran: list[Ran] = field(default_factory=list)
+    _sent: list[tuple[Any, ...]] = field(default_factory=list)  # intervals whose times are marks
+    _ran: list[tuple[Any, ...]] = field(default_factory=list)
 
     def clear(self) -> None:
-        self.sent.clear()
-        self.ran.clear()
+        """Forget everything: a new step begins."""
+        self._sent.clear()
+        self._ran.clear()
+        self.phase, self.stage, self.micro_batch = "forward", -1, -1
 
-    def add(self, kind: str, axis: str, num_bytes: int, start_s: float) -> None:
-        self.sent.append(Sent(kind, axis, self.phase, num_bytes, start_s, time.perf_counter()))
+    def mark(self) -> Any:
+        """Now, to be given to `add`."""
+        return self.clock.mark()
+
+    def add(self, kind: str, axis: str, num_bytes: int, start: Any) -> None:
+        """A collective or send that began at the mark `start` and ends now."""
+        self._sent.append((kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, start, self.clock.mark()))
 
     @contextmanager
     def action(self, kind: str, phase: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
         """Everything inside belongs to this action."""
         before = (self.phase, self.stage, self.micro_batch)
         self.phase, self.stage, self.micro_batch = phase, stage, micro_batch
-        start_s = time.perf_counter()
+        start = self.clock.mark()
         yield  # an error leaves phase, stage and micro-batch as they are: they name where it happened
-        self.ran.append(Ran(kind, stage, micro_batch, start_s, time.perf_counter()))
+        self._ran.append((kind, "", phase, stage, micro_batch, 0, start, self.clock.mark()))
         self.phase, self.stage, self.micro_batch = before
+
+    @property
+    def sent(self) -> tuple[Interval, ...]:
+        """Collectives and sends, in order of their ends."""
+        return self._resolve(self._sent)
+
+    @property
+    def ran(self) -> tuple[Interval, ...]:
+        """Actions, in order of their ends."""
+        return self._resolve(self._ran)
+
+    def _resolve(self, marked: list[tuple[Any, ...]]) -> tuple[Interval, ...]:
+        return tuple(Interval(*entry[:6], *map(self.clock.seconds, entry[6:])) for entry in marked)
 
     def traffic(self) -> tuple[Traffic, ...]:
         """The step's communication, sorted, equal (kind, axis, phase) together."""
-        return total((s.kind, s.axis, s.phase, s.num_bytes) for s in self.sent)
+        return total((kind, axis, phase, num_bytes) for kind, axis, phase, _, _, num_bytes, _, _ in self._sent)
 
 
-def total(moves: Iterator[tuple[str, str, str, int]]) -> tuple[Traffic, ...]:
+def total(moves: Iterable[tuple[str, str, str, int]]) -> tuple[Traffic, ...]:
     """(kind, axis, phase, num_bytes) of single operations, added up and sorted."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()

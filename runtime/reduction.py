@@ -9,7 +9,6 @@ Under ZeRO the data axis is FSDP2's and only local shards are summed here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import torch
@@ -74,7 +73,7 @@ def all_reduce_bucket(tensors: list[torch.Tensor], axis: Axis) -> None:
     if axis.size == 1:
         return
     flat = torch.cat([t.flatten() for t in tensors])
-    wait(axis, "all_reduce", flat.nbytes, lambda: dist.all_reduce(flat, group=axis.group))
+    wait(axis, "all_reduce", flat.nbytes, lambda: dist.all_reduce(flat, group=axis.group, async_op=True))
     for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(piece.view_as(tensor))
 
@@ -106,13 +105,13 @@ def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch
     first, others = ranks[0], ranks[1:]
 
     def send(tensor: torch.Tensor, to: int) -> None:
-        start_s = time.perf_counter()
-        dist.send(tensor, axis.ranks[to], group=up if to > me else down)
-        axis.recorder.add("send", "tied", tensor.nbytes, start_s)
+        start = axis.recorder.mark()
+        axis.guard.wait_transfer(dist.isend(tensor, axis.ranks[to], group=up if to > me else down), mesh.device)
+        axis.recorder.add("send", "tied", tensor.nbytes, start)
 
     def receive(source: int) -> torch.Tensor:
         buffer = torch.empty_like(own, memory_format=torch.contiguous_format)
-        dist.recv(buffer, axis.ranks[source], group=up if me > source else down)
+        axis.guard.wait_transfer(dist.irecv(buffer, axis.ranks[source], group=up if me > source else down), mesh.device)
         return buffer
 
     if me != first:

@@ -95,12 +95,13 @@ class Run:
 
     def _forward(self, action: Action) -> None:
         stage, rows = self.code.stages[action.stage], self._rows[action.micro_batch]
-        with self.mesh.recorder.action("F", "forward", action.stage, action.micro_batch):
-            start, stop = rows.start - self._offset, rows.stop - self._offset
-            received = {}
+        received = {}
+        with self.mesh.recorder.action("wait", "forward", action.stage, action.micro_batch):
             for transfer in self._receives(action):
                 value = self._post.receive(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, False))
                 received[transfer.value] = value.requires_grad_(transfer.grad and self.is_training)
+        with self.mesh.recorder.action("F", "forward", action.stage, action.micro_batch):
+            start, stop = rows.start - self._offset, rows.stop - self._offset
             feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in stage.feeds}
             with use_state(self.state(action.micro_batch, rows.start)):
                 outputs = self.code.bodies[action.stage, rows.stop - rows.start]({**self._shared, **feeds, **received})
@@ -125,13 +126,14 @@ class Run:
 
     def _backward(self, action: Action) -> None:
         stage = self.code.stages[action.stage]
-        with self.mesh.recorder.action(action.kind, "backward", action.stage, action.micro_batch):
-            held = self._held.pop((action.stage, action.micro_batch))
-            grads: dict[str, torch.Tensor] = {}
+        held = self._held.pop((action.stage, action.micro_batch))
+        grads: dict[str, torch.Tensor] = {}
+        with self.mesh.recorder.action("wait", "backward", action.stage, action.micro_batch):
             for transfer in self._sends(action):
                 if transfer.grad:
                     grad = self._post.receive(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, True))
                     grads[transfer.value] = grads[transfer.value] + grad if transfer.value in grads else grad
+        with self.mesh.recorder.action(action.kind, "backward", action.stage, action.micro_batch):
             if stage.loss is not None:
                 one = torch.ones_like(held.outputs[stage.loss])
                 grads[stage.loss] = grads[stage.loss] + one if stage.loss in grads else one

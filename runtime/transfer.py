@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.call import dtype_of
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, StageError
 from runtime.instr import TensorSpec
 from runtime.mesh import Mesh
 from runtime.program import StageCode, Transfer
@@ -131,9 +131,9 @@ class Post:
             return
         axis = self.mesh.axis("pp")
         buffer = value.detach().contiguous()
-        start_s = time.perf_counter()
+        start = axis.recorder.mark()
         work = dist.isend(buffer, axis.ranks[channel.receiver], group=self.mesh.channels[channel.name])
-        axis.recorder.add("send", "pp", buffer.nbytes, start_s)
+        axis.recorder.add("send", "pp", buffer.nbytes, start)
         self._sends.append(_Sent(message, channel.receiver, self._read_at(message), work, buffer))
 
     def post(self, message: Message) -> None:
@@ -178,7 +178,9 @@ class Post:
     def _wait(self, work: Any, message: Message, kind: str) -> None:
         start_s = time.perf_counter()
         try:
-            work.wait()
+            self.mesh.guard.wait_transfer(work, self.mesh.device)
+        except StageError:
+            raise
         except RuntimeError as error:
             what = "gradient of " if message.is_grad else ""
             raise CommunicationError(

@@ -16,4 +16,4 @@ def all_reduce_(x: torch.Tensor, axis: Axis, *, op: Literal["sum", "max"] = "sum
     assert x.is_contiguous()
     if axis.size > 1:
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        wait(axis, "all_reduce", x.nbytes, lambda: dist.all_reduce(x, reduce_op, group=axis.group))
+        wait(axis, "all_reduce", x.nbytes, lambda: dist.all_reduce(x, reduce_op, group=axis.group, async_op=True))
