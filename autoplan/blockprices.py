@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autoplan.graph import Graph, Op, Option, options
 from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
+from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
 from autoplan.problem import BlockProblem, Choice, Item, Move, Use, Weight
 from costmodel.opkey import CollectiveKind, RankGroup
@@ -193,8 +194,13 @@ def _weight(local: LocalGraph, name: str, rest: Layout | None, group: RankGroup)
     value = local.graph.values[name]
     shape = value.spec.shape
     num_bytes = bytes_of(shape, value.spec.dtype)
-    deferred_s = local.pricer.collective("all_reduce", num_bytes, group) if value.requires_grad else 0.0
+    deferred_s = _deferred_s(local, num_bytes, group) if value.requires_grad else 0.0
     return Weight(name, num_bytes, num_bytes // itemsize(value.spec.dtype), rest, value.requires_grad, deferred_s)
+
+
+def _deferred_s(local: LocalGraph, num_bytes: int, group: RankGroup) -> float:
+    """A gradient's share of the sums in buckets at the end of a step."""
+    return num_bytes * local.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES
 
 
 def price_move(local: LocalGraph, name: str, src: Layout, dst: Layout, group: RankGroup) -> Move | None:
@@ -207,7 +213,10 @@ def price_move(local: LocalGraph, name: str, src: Layout, dst: Layout, group: Ra
     if value.kind == "parameter" and dst == VARY:
         num_bytes = bytes_of(value.spec.shape, value.spec.dtype)  # gradients are summed in the parameter's own precision
     backward = found.backward if value.requires_grad else None
-    return Move(found.forward, backward, _move_s(local, found.forward, num_bytes, group), _move_s(local, backward, num_bytes, group), num_bytes)
+    backward_s = _move_s(local, backward, num_bytes, group)
+    if value.kind == "parameter" and dst == VARY and backward is not None:
+        backward_s = max(backward_s, _deferred_s(local, num_bytes, group))  # at once is never cheaper than in a bucket
+    return Move(found.forward, backward, _move_s(local, found.forward, num_bytes, group), backward_s, num_bytes)
 
 
 def _move_s(local: LocalGraph, kind: Kind | None, num_bytes: int, group: RankGroup) -> float:

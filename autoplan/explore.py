@@ -36,10 +36,10 @@ from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 from autoplan.forecast import Memory
 from autoplan.graph import Graph, options
-from autoplan.load import StageLoad
+from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group, bytes_of
 from autoplan.problem import Price
-from autoplan.simulate import BUCKET_BYTES, Durations, Step, durations, received_bytes, replay, stage_memory
+from autoplan.simulate import Durations, Step, durations, received_bytes, replay, stage_memory
 from autoplan.space import Shape, Space, Storing, space
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster

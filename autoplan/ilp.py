@@ -1,6 +1,6 @@
 """The integer program of one block (autoplan/problem.py has the terms), built with PuLP, solved by HiGHS in this process.
 
-    minimise   m * ( sum op[o,k] x[o,k] + sum move[v,s,d] y[v,s,d] ) + sum deferred[w] a[w] + (m - 1) deferred[w] z[w]
+    minimise   m * ( sum op[o,k] x[o,k] + sum move[v,s,d] y[v,s,d] ) + sum deferred[w] a[w] + (m move[w,WHOLE,VARY] - deferred[w]) z[w]
                + u * P + q * A
 
     binary     x[o,k]     operator o takes option k; the only integer variables
@@ -245,8 +245,8 @@ def _weight_rows(model: _Model, problem: BlockProblem, name: str, readers: list[
     varying = [reader.reads.get(VARY, nobody) for reader in readers]
     if weight.requires_grad and VARY in layouts:
         model.charge(_largest(model, varying), weight.deferred_s)
-        if len(readers) > 1 and m > 1:
-            mixed = model.column((m - 1) * weight.deferred_s)
+        if len(readers) > 1:
+            mixed = model.column(m * problem.moves[name, WHOLE, VARY].seconds - weight.deferred_s)
             for i, some in enumerate(varying):
                 for j, other in enumerate(varying):
                     if i != j:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BUCKET_BYTES = 25 * 2**20  # of deferred gradient sums, as the executor cuts them
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:

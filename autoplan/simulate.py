@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from autoplan.forecast import CollectiveUse, Event, Forecast, Memory, StageForecast
 from autoplan.graph import Graph
-from autoplan.load import Model, StageLoad
+from autoplan.load import BUCKET_BYTES, Model, StageLoad
 from autoplan.plan import Plan
 from autoplan.price import Pricer, axis_group
 from autoplan.workload import load_of, model_of
@@ -38,7 +38,6 @@ from costmodel.prices import Prices
 from runtime.program import Program
 from runtime.schedule import Action, schedule
 
-BUCKET_BYTES = 25 * 2**20  # of deferred gradient sums, as the executor cuts them
 MAX_EVENTS = 2000  # kept of a step, so that plan files stay small
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from autoplan.choose import Chosen, Outline
 from autoplan.layout import Split
-from autoplan.load import Pass, Send, StageLoad, Traffic
+from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.price import LocalGraph
 from autoplan.problem import BlockPoint
-from autoplan.simulate import BUCKET_BYTES, Step
+from autoplan.simulate import Step
 from costmodel.memory import Widths
 
 

@@ -41,9 +41,9 @@ class Builder:
         """`loops` are (factor, kind): it lies wherever the factor lies."""
         self.value(out, "activation", factors, grad)
         made = []
-        for factor, kind in loops:
+        for position, (factor, kind) in enumerate(loops):
             reads = tuple(self._where(name, factor) for name in operands)
-            made.append(Loop(f"f{factor}", factor, kind, reads, (self._where(out, factor),)))  # type: ignore[arg-type]
+            made.append(Loop(f"l{position}", factor, kind, reads, (self._where(out, factor),)))  # type: ignore[arg-type]
         instr = Instr((Output(out, self.values[out].spec),), target, tuple(Ref(n) for n in operands))
         self.ops.append(Op(instr, tuple(made), linear_in, "m", "", flops, saved))
         return out
@@ -145,12 +145,12 @@ def transformer(layers: int = 4, batch: int = 8, seq: int = 128, hidden: int = 2
             name = f"{w}{i}"
             b.values[name] = Value(name, TensorSpec((batch, seq, hidden), "float32"), "activation", ((0,), (s,), (n, d)), True)
             loops = tuple(
-                Loop(f"f{k}", k, kind, r, o)
-                for k, kind, r, o in (
-                    (0, "map", (Split(0), None), (Split(0),)),
-                    (s, "map", (Split(1), None), (Split(1),)),
-                    (n, "map", (None, Split(0)), (Split(2),)),
-                    (h, "sum", (Split(2), Split(1)), (None,)),
+                Loop(f"l{x}", k, kind, r, o)
+                for x, k, kind, r, o in (
+                    (0, 0, "map", (Split(0), None), (Split(0),)),
+                    (1, s, "map", (Split(1), None), (Split(1),)),
+                    (2, n, "map", (None, Split(0)), (Split(2),)),
+                    (3, h, "sum", (Split(2), Split(1)), (None,)),
                 )
             )
             instr = Instr((Output(name, b.values[name].spec),), "aten.linear.default", (Ref(normed), Ref(f"w{w}.{i}")))
@@ -158,18 +158,18 @@ def transformer(layers: int = 4, batch: int = 8, seq: int = 128, hidden: int = 2
             projected.append(name)
         name = f"attn{i}"
         b.values[name] = Value(name, TensorSpec((batch, seq, hidden), "float32"), "activation", ((0,), (s,), (n, d)), True)
-        loops = tuple(Loop(f"f{k}", k, "map", (w,) * 3, (w,)) for k, w in ((0, Split(0)), (n, Split(2))))
+        loops = tuple(Loop(f"l{w.dim}", k, "map", (w,) * 3, (w,)) for k, w in ((0, Split(0)), (n, Split(2))))
         instr = Instr((Output(name, b.values[name].spec),), "aten.attention.default", tuple(Ref(n_) for n_ in projected))
         b.ops.append(Op(instr, loops, (), "attn", "", 4 * batch * seq * seq * hidden, (*projected, name)))
         out = f"o{i}"
         b.values[out] = Value(out, TensorSpec((batch, seq, hidden), "float32"), "activation", ((0,), (s,), (h,)), True)
         loops = tuple(
-            Loop(f"f{k}", k, kind, r, o)
-            for k, kind, r, o in (
-                (0, "map", (Split(0), None), (Split(0),)),
-                (s, "map", (Split(1), None), (Split(1),)),
-                (h, "map", (None, Split(0)), (Split(2),)),
-                (n, "sum", (Split(2), Split(1)), (None,)),
+            Loop(f"l{x}", k, kind, r, o)
+            for x, k, kind, r, o in (
+                (0, 0, "map", (Split(0), None), (Split(0),)),
+                (1, s, "map", (Split(1), None), (Split(1),)),
+                (2, h, "map", (None, Split(0)), (Split(2),)),
+                (3, n, "sum", (Split(2), Split(1)), (None,)),
             )
         )
         b.ops.append(

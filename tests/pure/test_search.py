@@ -1,0 +1,149 @@
+"""The search: obeys constraints, fits memory, proves its gap, says why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from handmade import Builder, FlatPrices, transformer
+
+from autoplan.constraints import Constraints
+from autoplan.errors import AutoplanError, InfeasibleError, UsageError
+from autoplan.explore import Searcher, Task
+from autoplan.graph import Graph
+from autoplan.plan import Plan
+from autoplan.planfile import dumps
+from autoplan.search import search
+from costmodel.cluster import Cluster
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return transformer(layers=4, batch=8, seq=64, hidden=512, heads=8, inner=2048, vocab=1000)
+
+
+def found(graph: Graph, devices: int = 4, limit_bytes: int = 80 * GIB, **constraints) -> Plan:
+    return search(graph, Cluster.parse(f"a100-sxm-80gb:1x{devices}"), FlatPrices(limit_bytes), Constraints(**constraints))
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"dp": 4}, {"tp": 4}, {"pp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "zero": 3}, {"schedule": "gpipe", "pp": 2}, {"micro_batch_size": 1, "pp": 2}],
+    ids=str,
+)
+def test_fixed_fields_are_obeyed(graph: Graph, fixed: dict) -> None:
+    plan = found(graph, **fixed)
+    got = {"pp": plan.degree("pp"), "dp": plan.degree("dp"), "tp": plan.degree("tp")}
+    got |= {"zero": plan.zero, "schedule": plan.schedule, "micro_batch_size": plan.micro_batch_size}
+    assert {name: got[name] for name in fixed} == fixed
+    assert got["pp"] * got["dp"] * got["tp"] == 4
+    assert plan.micro_batch_size * plan.num_micro_batches * plan.degree("dp") == plan.global_batch
+
+
+def test_the_free_plan_is_no_slower_than_any_fixed_one(graph: Graph) -> None:
+    free = found(graph)
+    for fixed in ({"dp": 4}, {"tp": 4}, {"pp": 4}, {"pp": 2, "tp": 2}, {"zero": 3}, {"recompute": "full"}):
+        assert found(graph, **fixed).forecast.step_time_s >= free.forecast.step_time_s * (1 - free.gap) * (1 - 1e-9)
+
+
+def test_equal_input_gives_an_equal_plan_byte_for_byte(graph: Graph) -> None:
+    assert dumps(found(graph)) == dumps(found(graph))
+
+
+def test_a_tight_memory_limit_changes_the_plan_and_is_kept(graph: Graph) -> None:
+    roomy = found(graph, dp=4)
+    limit = int(roomy.forecast.peak_memory_bytes * 0.7)
+    tight = found(graph, dp=4, limit_bytes=limit)
+    assert tight.forecast.peak_memory_bytes <= limit
+    assert (tight.zero, tight.micro_batch_size, tight.blocks[1].recompute) != (roomy.zero, roomy.micro_batch_size, roomy.blocks[1].recompute)
+
+
+def test_what_cannot_fit_says_which_memory_by_how_much_and_what_would_help(graph: Graph) -> None:
+    with pytest.raises(InfeasibleError) as error:
+        found(graph, limit_bytes=2**20)
+    assert "GiB more than the limit" in str(error.value)
+    assert "Most of it is" in str(error.value)
+    assert "would fit with" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"tp": 3}, "which does not divide the cluster's 4 devices"),
+        ({"tp": 2, "dp": 2, "pp": 2}, "multiply to 8, but the cluster has 4 devices"),
+        ({"cp": 2}, "context parallelism is not searched yet"),
+        ({"tensor": "2d"}, "only one tensor axis"),
+        ({"schedule": "zbv"}, "only gpipe and 1f1b"),
+        ({"recompute": "selective"}, "selective recomputation"),
+        ({"compression": "1bit"}, "uncompressed"),
+        ({"placement": {"m": 0}}, "stage cuts"),
+        ({"micro_batch_size": 3}, "does not divide the 8 rows"),
+        ({"stage_layers": (1, 2)}, "places 3 layers, but the model has 4"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(graph: Graph, fixed: dict, message: str) -> None:
+    with pytest.raises(InfeasibleError, match=message):
+        found(graph, **fixed)
+
+
+def test_values_outside_a_fields_range_are_usage_errors() -> None:
+    with pytest.raises(UsageError, match="zero=4"):
+        Constraints(zero=4)
+    with pytest.raises(UsageError, match="whole number"):
+        Constraints(tp=0)
+    with pytest.raises(UsageError, match="disagree"):
+        Constraints(pp=2, stage_layers=(1, 1, 1))
+
+
+def test_a_tensor_degree_that_splits_nothing_is_refused() -> None:
+    b = Builder(batch=8)
+    h = b.factor(6)
+    b.value("e", "parameter", (h,))
+    b.value("given", "input", (0, h), grad=False)
+    b.op("x", "aten.mul.Tensor", ["e", "given"], (0, h), [(0, "map"), (h, "map")])
+    b.op("loss", "aten.sum.default", ["x"], (), [(0, "sum"), (h, "sum")], linear_in=((0,),))
+    b.block("all", 0, "all")
+    with pytest.raises(InfeasibleError, match=r"tp=4 can split nothing .*sizes that can be split: 6"):
+        found(b.graph(loss="loss"), tp=4)
+
+
+def test_stage_layers_place_the_layers(graph: Graph) -> None:
+    plan = found(graph, stage_layers=(1, 3), dp=2)
+    layers = [sum(graph.blocks[i].layer for i in range(stage.start, stage.stop)) for stage in plan.stages]
+    assert layers == [1, 3]
+
+
+def test_stages_cover_all_blocks_in_order(graph: Graph) -> None:
+    plan = found(graph, pp=4)
+    assert [s.start for s in plan.stages] == [0, *(s.stop for s in plan.stages[:-1])]
+    assert plan.stages[-1].stop == len(graph.blocks)
+
+
+def test_the_ranking_names_every_runner_up_with_its_reason(graph: Graph) -> None:
+    plan = found(graph)
+    assert len(plan.alternatives) >= 3
+    assert all(a.reason for a in plan.alternatives)
+    assert set(plan.space) >= {"pp", "dp", "tp", "micro_batch_size", "schedule", "zero", "recompute", "boundary"}
+
+
+def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
+    cluster = Cluster.parse("a100-sxm-80gb:1x4")
+    searcher = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None))
+    space = searcher._space()
+    for shape in space.shapes[::3]:
+        times = [r.step_s for r in searcher._work_out(shape, space.storings)]
+        bounds = [searcher._peak_bound(shape), searcher._operator_bound(shape), searcher._program_bound(shape)]
+        assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
+
+
+def test_micro_batches_are_not_offered_where_the_loss_is_no_sum_over_rows(graph: Graph) -> None:
+    last = graph.ops[-1]
+    changed = dataclasses.replace(graph, ops=(*graph.ops[:-1], dataclasses.replace(last, loops=())))
+    plan = found(changed, devices=2, dp=2)
+    assert plan.num_micro_batches == 1
+    assert any("one micro-batch only" in w for w in plan.warnings)
+    with pytest.raises(AutoplanError, match="micro-batches"):
+        found(changed, devices=2, dp=1, micro_batch_size=1)
