@@ -28,7 +28,7 @@ from autoplan.canonical.imported import import_program
 from autoplan.canonical.linear import unfuse
 from autoplan.canonical.loss import sum_over_count
 from autoplan.canonical.tidy import tidy
-from autoplan.canonical.trace import Step, Trace
+from autoplan.canonical.trace import Trace
 from autoplan.capture_check import check_against_model
 from autoplan.errors import CaptureError
 from autoplan.fingerprint import fingerprint
@@ -53,7 +53,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
     """
     _refuse(model)
     paths, tensors, treedef, plain = _flatten(batch)
-    num_rows, notes = _rows(paths, tensors)
+    notes = _rows(paths, tensors)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     example = tuple(t.detach().clone() if device.type != "meta" else torch.empty_like(t, device="meta") for t in tensors)
     wrapper = _Wrapper(model, loss_fn, treedef, plain)
@@ -61,21 +61,23 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
         with whole_experts(model):
             program = _export(wrapper, example)
         trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX)
-        trace = canonical(name_experts(trace), _mean_over_rows(num_rows))
+        trace = canonical(name_experts(trace))
         graph = build(type(model).__name__, trace, wrapper.seen.loss, training, notes)
+        if graph.batch_factor is not None and (means := _means_over_rows(graph)):
+            graph = build(graph.name, sum_over_count(trace, means), wrapper.seen.loss, training, notes)
         if check and device.type != "meta" and graph.loss is not None and training:
             check_against_model(graph, model, wrapper, example)
     return graph
 
 
-def canonical(trace: Trace, is_batch_mean: Callable[[Step], bool]) -> Trace:
-    """All passes, in order."""
+def canonical(trace: Trace) -> Trace:
+    """All passes, in order. Means over the batch other than losses are left: what carries the batch is known only in the graph."""
     trace = tidy(functionalize(trace))
     known = evaluate(trace)
     trace = simplify(trace, known)
     trace = fold_attention(trace, known)
     trace = delay_expansion(materialise(trace, known))
-    return sum_over_count(unfuse(trace), is_batch_mean)
+    return sum_over_count(unfuse(trace), frozenset())
 
 
 @dataclass
@@ -140,18 +142,18 @@ def _flatten(batch: Batch) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...], A
     return tuple(paths), tuple(tensors), treedef, plain
 
 
-def _rows(paths: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[int, tuple[str, ...]]:
-    """Number of rows of the batch (dim 0 of its tensors), and warnings."""
+def _rows(paths: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[str, ...]:
+    """Warnings about the rows of the batch, which lie in dim 0 of its tensors. Raises where these differ."""
     sizes = {path: t.shape[0] for path, t in zip(paths, tensors, strict=True) if t.dim()}
     distinct = sorted({n for n in sizes.values() if n != 1})
     if len(distinct) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in sizes.items())
         raise CaptureError(f"dim 0 of every batch tensor must be the number of rows (or 1), but the sizes differ ({listed}): give all tensors the same rows")
     if not distinct:
-        return 1, (
+        return (
             "the batch has one row, so what depends on the rows cannot be told apart: data parallelism and micro-batches need an example of at least 2 rows",
         )
-    return distinct[0], ()
+    return ()
 
 
 def _refuse(model: nn.Module) -> None:
@@ -269,13 +271,18 @@ def _trainable(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
-def _mean_over_rows(num_rows: int) -> Callable[[Step], bool]:
-    """Picks means that reduce everything, or dim 0 where it holds a multiple of the rows."""
-
-    def pick(step: Step) -> bool:
-        return step.instr.target == "aten.mean.default" or (isinstance(step.instr.args[1], tuple) and 0 in step.instr.args[1])
-
-    return pick
+def _means_over_rows(graph: Graph) -> frozenset[str]:
+    """Names of means that reduce the batch factor."""
+    found = []
+    for op in graph.ops:
+        if op.instr.target not in ("aten.mean.default", "aten.mean.dim"):
+            continue
+        dims = graph.values[op.operands[0]].dims
+        over = op.instr.args[1] if len(op.instr.args) > 1 else ()
+        reduced = [dims[int(d)] for d in over] if isinstance(over, tuple) and over else dims  # type: ignore[arg-type]
+        if any(graph.batch_factor in dim for dim in reduced):
+            found.append(op.name)
+    return frozenset(found)
 
 
 def build(name: str, trace: Trace, has_loss: bool, training: bool, notes: tuple[str, ...]) -> Graph:

@@ -24,7 +24,7 @@ def unfuse(trace: Trace) -> Trace:
             _with_bias(rewriter, step, "aten.mm.default", *args)
         elif target == "aten.dropout.default":
             rewriter.keep(step, "runtime.dropout", (args[0], args[1], step.instr.name), ())
-        elif target == "aten.batch_norm.default" and args[5] and args[3] is None:
+        elif target == "aten.batch_norm.default" and step.instr.args[5] and step.instr.args[3] is None:
             _batch_norm(rewriter, step)
         else:
             rewriter.keep(step)

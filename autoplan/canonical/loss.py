@@ -12,7 +12,6 @@ may exceed what a mean does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from autoplan.canonical.trace import Rewriter, Step, Trace
 from runtime.call import dtype_of
@@ -36,8 +35,8 @@ _ELEMENTWISE = {
 _NLL = ("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default")
 
 
-def sum_over_count(trace: Trace, is_batch_mean: Callable[[Step], bool]) -> Trace:
-    """`trace` with mean losses, and the means that `is_batch_mean` picks, as sum over count."""
+def sum_over_count(trace: Trace, means: frozenset[str]) -> Trace:
+    """`trace` with mean losses, and the means called `means`, as sum over count."""
     rewriter = Rewriter(trace)
     for step in trace.steps:
         target, args = step.instr.target, rewriter.args(step)
@@ -52,7 +51,7 @@ def sum_over_count(trace: Trace, is_batch_mean: Callable[[Step], bool]) -> Trace
             full = (*args, *(None,) * (place - len(args)))
             reduction = full[place] if len(full) > place else dict(step.instr.kwargs).get("reduction", _MEAN)
             done = reduction == _MEAN and _elementwise(rewriter, step, full[:place], full[place + 1 :])
-        elif target in ("aten.mean.default", "aten.mean.dim") and is_batch_mean(step):
+        elif step.instr.name in means:
             done = _mean(rewriter, step, args)
         else:
             done = False
