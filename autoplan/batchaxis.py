@@ -31,7 +31,7 @@ from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 class BatchAxis:
     """`options[i]` is how op i runs on the data axis; `layouts` how each value lies there.
 
-    `preamble` lists ops of the preamble in order; `preamble_outputs` the values that it hands to the step, WHOLE;
+    `preamble` lists ops of the preamble in order; `preamble_outputs` the values that it hands to the step;
     `body` lists the ops of the step in order. `blocker` says why there can be only one micro-batch, or is None.
     """
 
@@ -84,7 +84,8 @@ def batch_axis(graph: Graph) -> BatchAxis:
     preamble, outputs = _preamble(graph, chosen, layouts, batch_only)
     shared = frozenset(outputs)
     body = step_ops(graph, training_results(graph), shared)
-    blocker = _blocker(graph, chosen, layouts, body)
+    rowwise = next((name for name in outputs if isinstance(layouts[name], Split)), None)
+    blocker = f"{rowwise}, a value of each row, is made from all rows at once" if rowwise else _blocker(graph, chosen, layouts, body)
     return BatchAxis(tuple(chosen), layouts, preamble, outputs, body, blocker)
 
 

@@ -169,8 +169,8 @@ def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Fe
     emitter.begin()
     for index in batch.preamble:
         emitter.emit(index)
-    need = (WHOLE,) * len(context.axes)
-    given = {name: emitter.read(name, need) for name in batch.preamble_outputs}
+    rest_axes = (WHOLE,) * (len(context.axes) - 1)
+    given = {name: emitter.read(name, (batch.layouts[name], *rest_axes)) for name in batch.preamble_outputs}
     code = BlockCode("preamble", tuple(emitter.external), tuple(emitter.stored), tuple(emitter.pieces[0]), tuple(dict.fromkeys(given.values())))
     kept = tuple(_stored(context, emitter, local) for local in emitter.stored)
     assert all(stored.kind == "constant" for stored in kept), "the preamble reads the batch and constants alone"

@@ -18,9 +18,11 @@ from autoplan.constraints import Constraints
 from autoplan.errors import AutoplanError, StalePlanError, UnsupportedOpError, UsageError
 from autoplan.evaluation import evaluation_graph
 from autoplan.example import example_batch
+from autoplan.forecast import Measured
 from autoplan.graph import Graph
 from autoplan.lower import deal_rows, lower, row_shares
 from autoplan.plan import Plan
+from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
@@ -279,9 +281,10 @@ class ParallelModel:
         self.executor.load(path, optimizer)
 
     @property
-    def timeline(self) -> Any:
-        """Measured events of the last step on this rank."""
-        return self.executor.timeline
+    def timeline(self) -> Measured:
+        """The last step as this rank measured it, in the form of `plan.forecast`: events, step time, tokens per second, MFU."""
+        mesh = self.executor.mesh
+        return measured(self.plan, joined([rank_events(mesh.recorder, mesh.rank)]))
 
     @property
     def data_rank(self) -> int:
