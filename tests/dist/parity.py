@@ -1,4 +1,8 @@
-"""The oracle of every plan: the plain model in one process. Loss, every gradient, weights after SGD steps, and what a rank holds and sends."""
+"""The oracle of every plan: the plain model in one process.
+
+Loss, every gradient and the weights after some optimizer steps are compared; and what a rank holds, computes and sends is
+compared with what its plan says.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoplan
 from autoplan.capture import capture
 from autoplan.plan import Plan
+from runtime.traffic import traffic
 from tests.plans import manual_plan, random_splits
 from tests.zoo import ZOO
 
@@ -21,15 +27,34 @@ TINY = 1e-4  # a gradient this small beside the global norm counts as zero and i
 
 @dataclass(frozen=True)
 class Case:
-    """One plan to try on one model: `plan` are keyword arguments of `manual_plan`; `splits_seed` draws random splits;
-    `constraints` searches instead."""
+    """One plan to try on one model.
+
+    `constraints`: search; else `plan` are keyword arguments of `manual_plan`, and `splits_seed` draws random splits.
+    """
 
     model: str
     plan: Mapping[str, Any] = field(default_factory=dict)
     splits_seed: int | None = None
     constraints: Mapping[str, Any] | None = None
-    dtype: str = "float64"
+    dtype: str = "float32"
+    optimizer: str = "SGD"
     steps: int = 2
+
+    def __str__(self) -> str:
+        how = self.constraints if self.constraints is not None else {**self.plan, "splits": self.splits_seed}
+        return f"{self.model} {' '.join(f'{k}={v}' for k, v in how.items())} {self.dtype} {self.optimizer}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds, computes and sends in a step, and what its plan or program says."""
+
+    parameter_bytes: int
+    planned_parameter_bytes: int
+    flops: int
+    planned_flops: int
+    sent: tuple
+    planned_sent: tuple
 
 
 @dataclass(frozen=True)
@@ -43,16 +68,20 @@ class Outcome:
     weight_error: float
     weight_name: str
     missing: tuple[str, ...]  # tensors that one side has and the other has not
+    held: tuple[Held, ...]  # by rank
+    dense_bytes: int
+    dense_flops: int
+    refused: str = ""
 
-    def ok(self, tolerance: float) -> bool:
-        return not self.missing and max(self.loss_error, self.grad_error, self.weight_error) <= tolerance
+    def errors(self) -> tuple[float, float, float]:
+        return self.loss_error, self.grad_error, self.weight_error
 
 
 def relative_errors(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """The worst relative L2 error over equally named tensors, and its name."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.double()) for t in true.values()])).item() if true else 0.0
     worst, name = 0.0, ""
-    for key in true.keys() & found.keys():
+    for key in sorted(true.keys() & found.keys()):
         reference = max(torch.linalg.vector_norm(true[key].double()).item(), TINY * norm, 1e-300)
         error = torch.linalg.vector_norm(found[key].double() - true[key].double()).item() / reference
         if not error <= worst:
@@ -60,26 +89,21 @@ def relative_errors(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.
     return worst, name
 
 
-def cast(module: torch.nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any]]:
-    return module.to(dtype), {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-
-
 def loss_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     out = model(**batch)
     return out if isinstance(out, torch.Tensor) else out["loss"]
 
 
-def run_cases(cases: list[Case], build: Mapping[str, Callable[[], Any]] | None = None) -> list[Outcome] | None:
-    """Run every case on this job's ranks; the outcomes on rank 0."""
+def run_cases(cases: list[Case], build: Mapping[str, Callable[[], Any]] | None = None) -> list[Outcome]:
+    """Run every case on this job's ranks; the same outcomes on every rank, errors as rank 0 found them."""
     torch.set_num_threads(1)
-    outcomes = [_run(case, (build or ZOO)[case.model]) for case in cases]
-    return outcomes if not dist.is_initialized() or dist.get_rank() == 0 else None
+    return [_run(case, (build or ZOO)[case.model]) for case in cases]
 
 
-def plan_of(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -> Plan:
+def _plan(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -> Plan:
     graph = capture(model, batch)
     if case.constraints is not None:
-        return autoplan.find_plan(graph, None, f"cpu:1x{world_size}", autoplan.Constraints(**case.constraints))
+        return autoplan.find_plan(graph, None, f"cpu:1x{world_size}", autoplan.Constraints(**case.constraints), optimizer=case.optimizer.lower())
     tp = case.plan.get("tp", 1)
     splits = random_splits(graph, tp, case.splits_seed) if case.splits_seed is not None else None
     return manual_plan(graph, splits=splits, **case.plan)
@@ -87,16 +111,25 @@ def plan_of(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -> 
 
 def _run(case: Case, build: Callable[[], Any]) -> Outcome:
     model, batch = build()
-    model, batch = cast(model, batch, getattr(torch, case.dtype))
+    dtype = getattr(torch, case.dtype)
+    model, batch = model.to(dtype), {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     plain = copy.deepcopy(model)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    pm = autoplan.parallelize(model, batch, plan=plan_of(case, model, batch, world_size))
-    loss = pm.forward_backward(batch)
-    true_loss = loss_of(plain, batch)
-    true_loss.backward()
+    try:
+        plan = _plan(case, model, batch, world_size)
+    except autoplan.InfeasibleError as error:
+        return Outcome(case, 0.0, 0.0, "", 0.0, "", (), (), 0, 0, refused=str(error))
+    pm = autoplan.parallelize(model, batch, plan=plan)
+    with FlopCounterMode(display=False) as counter:
+        loss = pm.forward_backward(batch)
+    held = _held(pm, plan, case, counter.get_total_flops())
+    with FlopCounterMode(display=False) as dense_counter:
+        true_loss = loss_of(plain, batch)
+        true_loss.backward()
     grads = pm.full_grads()
     true_grads = {name: p.grad.clone() for name, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
-    optimizer, true_optimizer = torch.optim.SGD(pm.parameters(), lr=0.05), torch.optim.SGD(plain.parameters(), lr=0.05)
+    make = getattr(torch.optim, case.optimizer)
+    optimizer, true_optimizer = make(pm.parameters(), lr=0.05), make(plain.parameters(), lr=0.05)
     for step in range(case.steps):
         if step:
             pm.forward_backward(batch)
@@ -106,8 +139,30 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
         true_optimizer.step()
         true_optimizer.zero_grad()
     weights, true_weights = pm.full_state_dict(), plain.state_dict()
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return Outcome(case, 0.0, 0.0, "", 0.0, "", ())
-    missing = tuple(sorted((grads.keys() ^ true_grads.keys()) | (weights.keys() ^ true_weights.keys())))
+    everyone: list[Any] = [held]
+    if dist.is_initialized():
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, held)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    missing = tuple(sorted((grads.keys() ^ true_grads.keys()) | (weights.keys() ^ true_weights.keys()))) if first else ()
     loss_error = abs(loss.item() - true_loss.item()) / max(abs(true_loss.item()), 1e-300)
-    return Outcome(case, loss_error, *relative_errors(grads, true_grads), *relative_errors(weights, true_weights), missing)
+    dense = (sum(p.numel() * p.element_size() for p in plain.parameters()), dense_counter.get_total_flops())
+    return Outcome(case, loss_error, *relative_errors(grads, true_grads), *relative_errors(weights, true_weights), missing, tuple(everyone), *dense)
+
+
+def _held(pm: autoplan.ParallelModel, plan: Plan, case: Case, flops: int) -> Held:
+    """What this rank holds, did and sent in the step that has just run."""
+    executor = pm.executor
+    mesh = executor.mesh
+    locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in pm.parameters()]
+    resident = sum(p.numel() * p.element_size() for p in locals_)
+    stages = [s for s in plan.forecast.stages if plan.stages[s.stage].rank == mesh.axis("pp").index]
+    coordinates = {name: mesh.axis(name).index for name, _ in plan.axes}
+    return Held(
+        resident,
+        sum(s.memory.parameters for s in stages),
+        flops,
+        sum(s.flops for s in stages),
+        mesh.recorder.traffic(),
+        traffic(executor.program, coordinates),
+    )
