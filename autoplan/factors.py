@@ -211,27 +211,6 @@ def _lie(
     return found
 
 
-def local_shape(value: Value, sizes: Mapping[int, int] | Sequence[int], splits: Sequence[tuple[Split, int]]) -> tuple[int, ...]:
-    """Shape of the part of `value` that a rank holds: each (where, degree) of `splits` divides that factor.
-
-    `sizes` are the factors' lengths; the batch factor may have another one than the graph's.
-    """
-    degrees: dict[tuple[int, int], int] = {}
-    for where, degree in splits:
-        key = (where.dim, where.factor)
-        degrees[key] = degrees.get(key, 1) * degree
-    shape = []
-    for d, dim in enumerate(value.dims):
-        length = 1
-        for k, factor in enumerate(dim):
-            degree = degrees.pop((d, k), 1)
-            assert sizes[factor] % degree == 0, f"factor {factor} of {value.name} has length {sizes[factor]}, not divisible by {degree}"
-            length *= sizes[factor] // degree
-        shape.append(length)
-    assert not degrees, f"{value.name} has no factor at {sorted(degrees)}"
-    return tuple(shape)
-
-
 def unknown_ops(ops: tuple[Op, ...], values: Mapping[str, Value], registry: Registry = DEFAULT) -> tuple[str, ...]:
     """A warning for every operator without a rule that makes a tensor from tensors, each once, in order of appearance."""
     found: dict[str, list[int]] = {}

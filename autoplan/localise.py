@@ -6,11 +6,12 @@ not listed has no argument that speaks of a divided dimension. The row count of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from autoplan.graph import Op
+from autoplan.graph import Op, Value
+from autoplan.layout import Split
 from autoplan.rules.conv import CONVOLUTIONS
 from autoplan.rules.registry import parameters
 from runtime.instr import Arg, Instr, Output, TensorSpec, uses
@@ -35,6 +36,27 @@ class _Local:
 
 
 Changes = Mapping[str, Arg]
+
+
+def local_shape(value: Value, sizes: Mapping[int, int] | Sequence[int], splits: Sequence[tuple[Split, int]]) -> tuple[int, ...]:
+    """Shape of the part of `value` that a rank holds: each (where, degree) of `splits` divides that factor.
+
+    `sizes` are the factors' lengths; the batch factor may have another one than the graph's.
+    """
+    degrees: dict[tuple[int, int], int] = {}
+    for where, degree in splits:
+        key = (where.dim, where.factor)
+        degrees[key] = degrees.get(key, 1) * degree
+    shape = []
+    for d, dim in enumerate(value.dims):
+        length = 1
+        for k, factor in enumerate(dim):
+            degree = degrees.pop((d, k), 1)
+            assert sizes[factor] % degree == 0, f"factor {factor} of {value.name} has length {sizes[factor]}, not divisible by {degree}"
+            length *= sizes[factor] // degree
+        shape.append(length)
+    assert not degrees, f"{value.name} has no factor at {sorted(degrees)}"
+    return tuple(shape)
 
 
 def localise(op: Op, local_shape_of: Callable[[str], Shape]) -> Instr:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import Call, Inner, Signature, integer, labels, sign
+from autoplan.rules.signature import Call, Inner, Signature, aligned, integer, labels, sign
 
 _STATISTICS = (("all_reduce", ("out", 1), "forward"),) * 2 + (("all_reduce", ("out", 1), "backward"),) * 2
 
@@ -51,12 +51,22 @@ def per_instance(call: Call) -> Signature | None:
     return sign(call, "n c s*" + ", c" * (len(call.inputs) - 1) + " -> n c s*", whole="s*")
 
 
-def unit(call: Call) -> Signature:
+def unit(call: Call) -> Signature | None:
     """cosine_similarity(x, y, dim) over operands of one shape."""
+    if call.inputs[0].shape != call.inputs[1].shape:
+        return None
     rank = len(call.inputs[0].shape)
     dim = int(call.get("dim", 1)) % rank
     dims = labels(rank)
     return Signature((dims, dims), (dims[:dim] + dims[dim + 1 :],), whole=frozenset({f"d{dim}"}))
+
+
+def weight(call: Call) -> Signature:
+    """_weight_norm(v, g, dim): the norm of each slice along `dim`."""
+    shape = call.shape("v")
+    dim = integer(call.get("dim", 0)) % len(shape)
+    dims = labels(len(shape))
+    return Signature((dims, aligned(call.shape("g"), shape)), (dims,), whole=frozenset(f"d{k}" for k in range(len(shape)) if k != dim))
 
 
 RULES = {
@@ -66,4 +76,5 @@ RULES = {
     "runtime.batch_norm": over_batch,
     "aten.instance_norm": per_instance,
     "aten.cosine_similarity": unit,
+    "aten._weight_norm": weight,
 }

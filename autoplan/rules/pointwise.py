@@ -24,9 +24,17 @@ def like(call: Call) -> Signature:
 
 
 def cast(call: Call) -> Signature:
-    """type_as: the other tensor gives its dtype alone."""
+    """type_as, to(other): the other tensor gives its dtype alone."""
     rank = len(call.out())
     return Signature((labels(rank), (OPAQUE,) * len(call.inputs[1].shape)), (labels(rank),))
+
+
+def pairs(call: Call) -> Signature:
+    """view_as_complex(x[..., 2]) and view_as_real: the pair of real and imaginary part stays together."""
+    source, out = len(call.inputs[0].shape), len(call.out())
+    dims = labels(min(source, out))
+    real = (*dims, OPAQUE)
+    return Signature((real if source > out else dims,), (dims if source > out else real,))
 
 
 def inert_dropout(call: Call) -> Signature | None:
@@ -72,6 +80,9 @@ RULES = {
     "aten.dropout": inert_dropout,
     "aten.prelu": per_channel_slope,
     "aten.type_as": cast,
+    "aten.to.other": cast,
+    "aten.view_as_complex": pairs,
+    "aten.view_as_real": pairs,
     "runtime.dropout": elementwise,
     "runtime.scale_by_count": elementwise,
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoplan.batchaxis import batch_split
 from autoplan.capture import capture
-from autoplan.factors import Atoms, annotate, local_shape, unknown_ops
+from autoplan.factors import Atoms, annotate, unknown_ops
 from autoplan.graph import Graph, Op, Value
 from autoplan.layout import Split
 from runtime.instr import Instr, Output, Ref, TensorSpec
@@ -214,11 +214,12 @@ def test_one_factor_twice_in_a_tensor_is_two_loops() -> None:
     assert [loop.writes for loop in annotated[2].loops] == [(Split(0),), (Split(1),)]
 
 
-def test_local_shapes_divide_the_factors_that_are_split() -> None:
-    value = Value("w", TensorSpec((24, 10), "float32"), "parameter", ((0, 1, 2), (3,)), True)
-    lengths = (3, 4, 2, 10)
-    assert local_shape(value, lengths, [(Split(0, 1), 2)]) == (12, 10)
-    assert local_shape(value, lengths, [(Split(0, 1), 4), (Split(1, 0), 5)]) == (6, 2)
-    assert local_shape(value, {**dict(enumerate(lengths)), 3: 7}, []) == (24, 7)
-    with pytest.raises(AssertionError, match="not divisible by 2"):
-        local_shape(value, lengths, [(Split(0, 0), 2)])
+@pytest.mark.parametrize("name", list(ZOO))
+def test_repeated_blocks_have_the_same_loops(name: str) -> None:
+    graph = graph_of(name)
+    by_pattern: dict[str, list[list[list[tuple[object, ...]]]]] = {}
+    for block in graph.blocks:
+        loops = [[(loop.label, graph.factor_sizes[loop.factor], *loop.reads, *loop.writes) for loop in o.loops] for o in graph.ops[block.start : block.stop]]
+        by_pattern.setdefault(block.pattern, []).append(loops)
+    assert any(len(same) > 1 for same in by_pattern.values()) or name in ("mlp", "unet", "t5")
+    assert all(loops == same[0] for same in by_pattern.values() for loops in same)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from autoplan.graph import Op
-from autoplan.localise import localise
+from autoplan.graph import Op, Value
+from autoplan.layout import Split
+from autoplan.localise import local_shape, localise
 from runtime.instr import Arg, Instr, Output, Ref, TensorSpec
 
 Shape = tuple[int, ...]
@@ -87,3 +88,13 @@ def test_arguments_that_are_sizes_follow(target: str, args: tuple[Arg, ...], den
 def test_sizes_given_by_keyword_follow_too() -> None:
     found = local("aten.full.default", (), [(8, 4)], {"y0": (8, 2)}, size=(8, 4), fill_value=0.5)
     assert found.kwargs == (("size", (8, 2)), ("fill_value", 0.5))
+
+
+def test_local_shapes_divide_the_factors_that_are_split() -> None:
+    value = Value("w", TensorSpec((24, 10), "float32"), "parameter", ((0, 1, 2), (3,)), True)
+    lengths = (3, 4, 2, 10)
+    assert local_shape(value, lengths, [(Split(0, 1), 2)]) == (12, 10)
+    assert local_shape(value, lengths, [(Split(0, 1), 4), (Split(1, 0), 5)]) == (6, 2)
+    assert local_shape(value, {**dict(enumerate(lengths)), 3: 7}, []) == (24, 7)
+    with pytest.raises(AssertionError, match="not divisible by 2"):
+        local_shape(value, lengths, [(Split(0, 0), 2)])

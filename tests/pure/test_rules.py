@@ -203,3 +203,10 @@ def test_a_rule_offers_these_loops_and_each_is_proved(case: tuple[str, str, tupl
     assert offered(graph) == expected.rstrip(" |")
     wrong = [(row.option, row.degree, row.proof.reason) for row in prove_graph(graph) if not row.proof.ok]
     assert wrong == []
+
+
+def test_complex_pairs_keep_their_leading_dimensions() -> None:
+    graph = graph_of("aten.view_as_complex.default", x(4, 6, 2))
+    assert offered(graph) == "d0 d1"
+    assert offered(graph_of("aten.view_as_real.default", torch.view_as_complex(x(4, 6, 2)))) == "d0 d1"
+    assert offered(graph_of("aten.mul.Tensor", torch.view_as_complex(x(4, 6, 2)), torch.view_as_complex(x(6, 2)))) == "d0 d1"

@@ -273,6 +273,8 @@ def _scattered() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
         ("aten.slice_scatter.default", (t(4, 6), t(2, 6), 0, 1, 3), "d1"),
         ("aten.fill.Tensor", (t(4, 6), T((), grad=False)), "d0 d1"),
         ("aten.histc.default", (T((4, 6), grad=False), 4, -3, 3), "d0 d1"),
+        ("aten.to.other", (t(4, 6), T((3,), grad=False)), "d0 d1"),
+        ("aten._weight_norm.default", (t(4, 6, 2), t(4, 1, 1)), "d0"),
         ("aten.pixel_shuffle.default", (t(4, 8, 2, 2), 2), "d0"),
         ("aten.pixel_unshuffle.default", (t(4, 2, 4, 4), 2), "d0"),
     ]
@@ -284,6 +286,8 @@ CALLS += _elementwise() + _reductions() + _shapes() + _spatial() + _losses()
 
 # Rules that no call here can reach, and why.
 MISSING = (
+    "aten.view_as_complex",  # complex numbers are tested in test_rules.py; nor the next
+    "aten.view_as_real",
     "aten._grouped_mm",  # no fp64 on the CPU
     "transformers.grouped_mm_fallback",  # registered by transformers on use
 )
