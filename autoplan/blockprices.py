@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autoplan.batchaxis import needs_exchange
 from autoplan.graph import Graph, Op, Option, options
 from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
 from autoplan.load import BUCKET_BYTES
@@ -223,3 +224,25 @@ def _move_s(local: LocalGraph, kind: Kind | None, num_bytes: int, group: RankGro
     if kind is None or kind == "slice":
         return 0.0
     return local.pricer.collective(_collective_kind(kind), num_bytes // group.size if kind == "all_to_all" else num_bytes, group)
+
+
+def data_uses(local: LocalGraph, indices: tuple[int, ...], given: tuple[str, ...]) -> tuple[Use, ...]:
+    """Collectives of the data axis inside the passes of the operators `indices`, where an operator needs all rows (batch statistics,
+    a loss that is no sum): what autoplan/batchaxis.py asks for, values whole on the tensor axis. `given`: values of the preamble."""
+    graph = local.graph
+    found: dict[tuple[str, str, str], Use] = {}  # a conversion is made once for all readers
+    inner: list[Use] = []
+    for index in indices:
+        op, option = graph.ops[index], local.batch_options[index]
+        loop = next((loop for loop in op.loops if loop.label == option.label), None)
+        for kind, (side, position), phase in loop.inner if loop else ():
+            name = (op.operands if side == "in" else op.outputs)[position]
+            inner.append(Use(_collective_kind(kind), phase, local.whole_bytes(name)))
+        for name, dst in zip(local.operands(index), option.reads, strict=True):
+            src = local.batch_layouts[name]
+            move = conversion(src, dst) if needs_exchange(src, dst) and name not in given else None
+            backward = move.backward if move and graph.values[name].requires_grad else None
+            for kind, phase in ((move.forward, "forward"), (backward, "backward")) if move else ():
+                if kind is not None and kind != "slice":
+                    found[name, str(dst), phase] = Use(_collective_kind(kind), phase, local.whole_bytes(name))
+    return (*inner, *found.values())

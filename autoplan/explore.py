@@ -316,7 +316,7 @@ class Searcher:
         for storing in sorted(storings, key=lambda s: (s.recompute != "none", s.zero)):
             if any(r.fits and _dominates(r.storing, storing) for r in found):
                 continue
-            result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute))
+            result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes))
             if result is not None:
                 found.append(result)
         return found

@@ -135,6 +135,10 @@ class LocalGraph:
         shape = cut(self.graph.values[name].spec.shape, self.batch_layouts[name], self.parts)
         return bytes_of(shape, self.dtype(name))
 
+    def whole_bytes(self, name: str) -> int:
+        """Bytes of a value on all ranks together, all rows of the batch."""
+        return bytes_of(self.graph.values[name].spec.shape, self.dtype(name))
+
     def operands(self, index: int) -> tuple[str, ...]:
         """Operands of op number `index` of the graph."""
         return self._facts(index)[0]

@@ -13,27 +13,30 @@ from functools import cached_property
 
 import numpy as np
 
+from autoplan.blockprices import data_uses
 from autoplan.choose import Chosen, Outline
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
-from autoplan.price import LocalGraph
-from autoplan.problem import BlockPoint
+from autoplan.price import LocalGraph, axis_group
+from autoplan.problem import BlockPoint, Use
 from autoplan.simulate import Step
 from costmodel.memory import Widths
 
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """One block of a pattern under a choice, with and without recomputation."""
+    """One block of a pattern under a choice, with and without recomputation. `data` are the passes' collectives on the data axis."""
 
     point: BlockPoint
     enter_bytes: int
     leave_bytes: int
     recomputed: bool
+    data: tuple[Use, ...]
+    data_s: tuple[float, float]  # forward, backward
 
     @property
     def slot_s(self) -> float:
-        return self.point.seconds + (self.point.forward_s if self.recomputed else 0.0)
+        return self.point.seconds + sum(self.data_s) + (self.point.forward_s + self.data_s[0] if self.recomputed else 0.0)
 
     @property
     def saved_bytes(self) -> int:
@@ -47,8 +50,9 @@ class BlockLoad:
 class Work:
     """All blocks of a model under one choice."""
 
-    def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str) -> None:
+    def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str, axes: tuple[tuple[str, int], ...]) -> None:
         self.outline = outline
+        self.axes = axes
         self.local = local
         self.chosen = chosen
         has_layers = any(block.layer for block in outline.graph.blocks)
@@ -61,7 +65,12 @@ class Work:
         enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], self.chosen.boundary)
         kept = {name: layout for name, layout in enters.items() if self.outline.graph.values[name].requires_grad}
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
-        return BlockLoad(self.chosen.point(pattern), size(kept.items()), size(leaves), recomputed)
+        data = data_uses(self.local, self.outline.indices(self.outline.graph.blocks[self.outline.examples[pattern]]), self.outline.batch.preamble_outputs)
+        group = axis_group(self.axes, "dp")
+        data = data if group.size > 1 else ()
+        seconds = [(use.phase, self.local.pricer.collective(use.kind, use.num_bytes, group)) for use in data]
+        data_s = (sum(s for phase, s in seconds if phase == "forward"), sum(s for phase, s in seconds if phase == "backward"))
+        return BlockLoad(self.chosen.point(pattern), size(kept.items()), size(leaves), recomputed, data, data_s)
 
     def _bytes(self, name: str, layout: object) -> int:
         return self.local.num_bytes(name) // (self.local.degree if isinstance(layout, Split) else 1)
@@ -116,8 +125,9 @@ class Work:
         deferred: list[tuple[str, int]] = []
         for block in blocks:
             p = block.point
-            once = Pass(p.forward_s - p.forward_move_s, p.forward_move_s)
-            forward, backward = forward.plus(once), backward.plus(Pass(p.backward_s - p.backward_move_s, p.backward_move_s))
+            once = Pass(p.forward_s - p.forward_move_s, p.forward_move_s + block.data_s[0])
+            forward, backward = forward.plus(once), backward.plus(Pass(p.backward_s - p.backward_move_s, p.backward_move_s + block.data_s[1]))
+            traffic += [Traffic(use.kind, "dp", use.phase, use.num_bytes) for use in block.data]
             recompute = recompute.plus(once) if block.recomputed else recompute
             for use in p.uses:
                 if use.phase == "reduce":
