@@ -35,6 +35,7 @@ from autoplan.fingerprint import fingerprint
 from autoplan.flops import flops
 from autoplan.graph import Graph, Op, Value
 from autoplan.saved import saved
+from autoplan.shardsim import with_proved_rules
 from runtime.call import dtype_of
 from runtime.instr import Ref, TensorSpec, uses
 
@@ -67,7 +68,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
             graph = build(graph.name, sum_over_count(trace, means), wrapper.seen.loss, training, notes)
         if check and device.type != "meta" and graph.loss is not None and training:
             check_against_model(graph, model, wrapper, example)
-    return graph
+    return with_proved_rules(graph)
 
 
 def canonical(trace: Trace) -> Trace:
