@@ -6,6 +6,7 @@ from runtime.compile import Compiled, compile_block
 from runtime.mesh import Mesh
 from runtime.module import CompiledBody, StageModule, Step
 from runtime.program import BlockCode, Body, StageCode
+from runtime.split import WeightGrads
 
 
 def kept_values(stage: StageCode, body: Body) -> tuple[str, ...]:
@@ -15,19 +16,21 @@ def kept_values(stage: StageCode, body: Body) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def compile_bodies(stage: StageCode, module: StageModule, mesh: Mesh) -> dict[int, CompiledBody]:
-    """The bodies of a stage by their number of rows."""
+def compile_bodies(stage: StageCode, module: StageModule, mesh: Mesh, later: WeightGrads | None) -> dict[int, CompiledBody]:
+    """The bodies of a stage by their number of rows. `later` takes the weights' gradients of a split backward pass."""
     compiled: dict[BlockCode, Compiled] = {}
-    return {body.rows: _compile_body(stage, body, module, mesh, compiled) for body in stage.bodies}
+    return {body.rows: _compile_body(stage, body, module, mesh, compiled, later) for body in stage.bodies}
 
 
-def _compile_body(stage: StageCode, body: Body, module: StageModule, mesh: Mesh, compiled: dict[BlockCode, Compiled]) -> CompiledBody:
+def _compile_body(
+    stage: StageCode, body: Body, module: StageModule, mesh: Mesh, compiled: dict[BlockCode, Compiled], later: WeightGrads | None
+) -> CompiledBody:
     keep = kept_values(stage, body)
     last_use = {name: i for i, block in enumerate(body.blocks) for name in (*block.outputs, *block.inputs)}
     steps = []
     for i, block in enumerate(body.blocks):
         if block not in compiled:
-            compiled[block] = compile_block(block, mesh)
+            compiled[block] = compile_block(block, mesh, later)
         dead = tuple(name for name, last in last_use.items() if last == i and name not in keep)
         steps.append(Step(block, compiled[block], module.block(block.name), dead))
     return CompiledBody(module, tuple(steps), keep)

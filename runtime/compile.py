@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,18 @@ import torch
 from torch import fx
 
 from runtime.call import decode, resolve
-from runtime.instr import Instr
+from runtime.instr import Instr, Ref
 from runtime.mesh import Axis, Mesh
 from runtime.program import BlockCode
+from runtime.split import WeightGrads
 
 Compiled = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def compile_block(code: BlockCode, mesh: Mesh) -> Compiled:
+def compile_block(code: BlockCode, mesh: Mesh, later: WeightGrads | None = None) -> Compiled:
     """`f(*inputs, *stored) -> outputs` in the orders of `code`. Axis names become this rank's axes, devices its device.
+
+    Gradients of weights go to `later`, where one is given.
 
     Raises ValueError for a target that is not known, or a value that is read before it is defined.
     """
@@ -25,7 +29,7 @@ def compile_block(code: BlockCode, mesh: Mesh) -> Compiled:
     env: dict[str, Any] = {name: graph.placeholder(f"v_{i}") for i, name in enumerate(code.inputs + code.stored)}
     for instr in code.instrs:
         try:
-            _emit(graph, instr, env, mesh)
+            _emit(graph, instr, env, mesh, later if _has_stored_weight(instr, code) else None)
         except KeyError as error:
             raise ValueError(f"block {code.name}: {instr.name} = {instr.target} reads {error}, which nothing before it defines") from None
     missing = [name for name in code.outputs if name not in env]
@@ -35,10 +39,10 @@ def compile_block(code: BlockCode, mesh: Mesh) -> Compiled:
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
-def _emit(graph: fx.Graph, instr: Instr, env: dict[str, Any], mesh: Mesh) -> None:
+def _emit(graph: fx.Graph, instr: Instr, env: dict[str, Any], mesh: Mesh, later: WeightGrads | None) -> None:
     args = tuple(decode(arg, env, mesh.device) for arg in instr.args)
     kwargs = {key: decode(arg, env, mesh.device) for key, arg in instr.kwargs}
-    target = resolve(instr.target)
+    target = resolve(instr.target) if later is None else _named(later.linear, "linear")
     if instr.target.startswith("runtime."):
         target = _bind(target, {key: _axes(kwargs.pop(key), mesh) for key in ("axis", "axes") if key in kwargs})
     node = graph.call_function(target, args, kwargs)
@@ -57,12 +61,20 @@ def _item(values: Any, index: int) -> Any:
     return values[index]
 
 
+def _has_stored_weight(instr: Instr, code: BlockCode) -> bool:
+    return instr.target == "aten.linear.default" and len(instr.args) > 1 and isinstance(instr.args[1], Ref) and instr.args[1].name in code.stored
+
+
 def _bind(function: Callable[..., Any], fixed: dict[str, Any]) -> Callable[..., Any]:
-    """`function` with keyword arguments fixed, under its own name: FX prints names and has no literal for an Axis."""
+    """`function` with keyword arguments fixed: FX has no literal for an Axis."""
+    return _named(functools.partial(function, **fixed), function.__name__)
 
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **fixed, **kwargs)
 
-    bound.__name__ = function.__name__
-    bound.__module__ = function.__module__
-    return bound
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` as a plain one of this name, which FX needs for its code."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    called.__name__ = name
+    return called

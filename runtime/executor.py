@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from runtime import checkpoint
+from runtime.action import Schedule
 from runtime.batch import gather_rows
 from runtime.bodies import compile_bodies
 from runtime.compile import compile_block
@@ -20,7 +21,7 @@ from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
 from runtime.run import Code, Run
-from runtime.schedule import Schedule, forward_only, schedule
+from runtime.schedule import forward_only, schedule
 from runtime.state import collect, load
 from runtime.storage import Resident, Storage, materialise
 
@@ -51,9 +52,10 @@ class Executor:
             for stored in stage.stored:
                 if stored.name not in kept or (kept[stored.name].fqn, kept[stored.name].chunks) != (stored.fqn, stored.chunks):
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
-        bodies = {
-            (stage.index, rows): body for stage in program.stages for rows, body in compile_bodies(stage, self.storages[stage.index].module, self.mesh).items()
-        }
+        bodies = {}
+        for stage in program.stages:
+            storage = self.storages[stage.index]
+            bodies.update({(stage.index, rows): body for rows, body in compile_bodies(stage, storage.module, self.mesh, storage.later).items()})
         self.code = Code(
             program,
             {stage.index: stage for stage in program.stages},

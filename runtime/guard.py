@@ -38,14 +38,15 @@ class Guard:
         if self.store is None or self._told is not None:
             return self._told or text
         try:
-            self._told = self.store.compare_set(_ERROR, "", text).decode()
+            text = self.store.compare_set(_ERROR, "", text).decode()
+            self._told = text
             self.store.add(_READERS, 1)
             end_s = time.monotonic() + LINGER_S
             while time.monotonic() < end_s and self.store.add(_READERS, 0) < self.world_size:
                 time.sleep(0.05)
         except RuntimeError:  # the store went with rank 0: this rank's own error is all there is
             self._told = self._told or text
-        return self._told
+        return text
 
     def first(self) -> str | None:
         """The first error of any rank, if there is one."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from runtime.action import Action, Schedule
 from runtime.batch import first_row, read
 from runtime.compile import Compiled
 from runtime.mesh import Mesh
 from runtime.module import CompiledBody
 from runtime.program import MicroBatch, Program, StageCode, Transfer
 from runtime.random import RandomState, use_state
-from runtime.schedule import Action, Schedule
+from runtime.split import Later, add
 from runtime.storage import Storage
 from runtime.transfer import Message, Post, known_transfers
 
@@ -55,6 +56,7 @@ class Run:
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     predictions: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _later: dict[tuple[int, int], list[Later]] = field(default_factory=dict)
     _shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +78,8 @@ class Run:
                     self._post.post(message)
             if action.kind == "F":
                 self._forward(action)
+            elif action.kind == "BW":
+                self._backward_weights(action)
             else:
                 self._backward(action)
         self._post.finish()
@@ -143,11 +147,21 @@ class Run:
             )
             if roots:
                 torch.autograd.backward([held.outputs[name] for name in roots], [grads[name] for name in roots])
+            later = self.code.storages[action.stage].later
+            if action.kind == "BI" and later is not None:
+                self._later[action.stage, action.micro_batch] = later.take()
             for transfer in self._receives(action):
                 if transfer.grad:
                     leaf = held.received[transfer.value]
                     grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                     self._post.send(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, True), grad)
+
+    def _backward_weights(self, action: Action) -> None:
+        with self.mesh.recorder.action("BW", "backward", action.stage, action.micro_batch):
+            add(self._later.pop((action.stage, action.micro_batch)))
+            own = self.code.actions[self.mesh.axis("pp").index]
+            if action == max((a for a in own if a.kind == "BW" and a.stage == action.stage), key=own.index):
+                self.code.storages[action.stage].finish_backward()
 
     def _first_backward(self, action: Action) -> int:
         own = self.code.actions[self.mesh.axis("pp").index]
@@ -162,6 +176,8 @@ class Run:
         return [t for t in self._transfers[action.micro_batch] if t.src == action.stage]
 
     def _awaited(self, action: Action) -> list[Message]:
+        if action.kind == "BW":
+            return []
         if action.kind == "F":
             return [Message(t.value, t.src, t.dst, action.micro_batch, False) for t in self._receives(action)]
         return [Message(t.value, t.src, t.dst, action.micro_batch, True) for t in self._sends(action) if t.grad]

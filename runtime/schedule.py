@@ -4,44 +4,22 @@
     1f1b    Narayanan et al. 2019/2021 (PipeDream-Flush): warm-up of p-1-i forwards on rank i, then one forward and one
             backward in turn, then the remaining backwards. At most min(m, p-i) micro-batches are held.
 
+    interleaved  Narayanan et al. 2021 (Megatron-LM), section 2.2: v stages on every rank, taken in turns of p micro-batches;
+            warm-up of 2 (p-1-i) + (v-1) p forwards
+    zb      zero bubble (runtime/zero_bubble.py): backward passes split in two, the weights' halves fill the bubbles
+    zbv     the same with two stages on every rank, placed in a V
+
 A schedule is a tuple of actions for each rank. Transfers are not listed: a stage's forward needs the forwards of the stages
 that send to it, its backward its own forward and the backwards of the stages that it sends to.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
 
+from runtime.action import Action, Edges, Schedule
 from runtime.errors import ScheduleError
-
-Kind = Literal["F", "B", "BI", "BW"]
-Edges = frozenset[tuple[int, int]]  # (src stage, dst stage)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """Forward (F), backward (B), or its halves, of one micro-batch on one stage: gradients of inputs (BI) and of weights (BW)."""
-
-    kind: Kind
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.micro_batch}"
-
-
-def parse_action(text: str) -> Action:
-    """ "F0.3" -> forward of stage 0, micro-batch 3. Raises ScheduleError."""
-    found = re.fullmatch(r"(BI|BW|F|B)(\d+)\.(\d+)", text)
-    if not found:
-        raise ScheduleError(f"{text!r} is no action: write kind ({', '.join(get_args(Kind))}), stage, a dot and the micro-batch, like F0.3")
-    return Action(found[1], int(found[2]), int(found[3]))  # type: ignore[arg-type]
-
-
-Schedule = tuple[tuple[Action, ...], ...]
+from runtime.zero_bubble import zb, zbv
 
 
 def gpipe(stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedule:
@@ -64,6 +42,35 @@ def one_f_one_b(stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedul
     return tuple(actions)
 
 
+def interleaved(stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedule:
+    """v stages on every rank, stage s on rank s mod p; any number of micro-batches.
+
+    Where the last turn is short, Megatron's warm-up may not be enough to end: it is then lengthened until it is, by the fewest
+    forwards.
+    """
+    num_ranks = max(stage_ranks) + 1
+    if stage_ranks != tuple(s % num_ranks for s in range(len(stage_ranks))) or len(stage_ranks) % num_ranks:
+        raise ScheduleError(f"interleaved deals stages to ranks in turn (0, 1, .., 0, 1, ..), asked for {stage_ranks}")
+    num_chunks, total = len(stage_ranks) // num_ranks, len(stage_ranks) // num_ranks * num_micro_batches
+    turns = [range(k, min(k + num_ranks, num_micro_batches)) for k in range(0, num_micro_batches, num_ranks)]
+
+    def order(rank: int, extra: int) -> tuple[Action, ...]:
+        forwards = [Action("F", c * num_ranks + rank, k) for turn in turns for c in range(num_chunks) for k in turn]
+        backwards = [Action("B", c * num_ranks + rank, k) for turn in turns for c in reversed(range(num_chunks)) for k in turn]
+        warm_up = min(total, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks + extra)
+        steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+        return (*forwards[:warm_up], *steady, *backwards[total - warm_up :])
+
+    for extra in range(total + 1):
+        found = tuple(order(rank, extra) for rank in range(num_ranks))
+        try:
+            check(found, len(stage_ranks), num_micro_batches)
+        except ScheduleError:
+            continue
+        return found
+    raise AssertionError("all forwards before all backwards always end")
+
+
 def _one_stage_each(stage_ranks: tuple[int, ...], name: str) -> tuple[int, ...]:
     """The stage of each rank."""
     if sorted(stage_ranks) != list(range(len(stage_ranks))):
@@ -71,7 +78,13 @@ def _one_stage_each(stage_ranks: tuple[int, ...], name: str) -> tuple[int, ...]:
     return tuple(stage_ranks.index(rank) for rank in range(len(stage_ranks)))
 
 
-SCHEDULES: Mapping[str, Callable[[tuple[int, ...], int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: Mapping[str, Callable[[tuple[int, ...], int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb": zb,
+    "zbv": zbv,
+}
 
 
 def schedule(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedule:

@@ -25,6 +25,7 @@ from runtime.fsdp import chain_prefetch, shard
 from runtime.mesh import Mesh
 from runtime.module import Holder, StageModule
 from runtime.program import Chunk, StageCode, Stored
+from runtime.split import WeightGrads
 
 Dense = Callable[[str], torch.Tensor]
 
@@ -120,18 +121,38 @@ class Storage:
     module: StageModule
     residents: tuple[Resident, ...]
     zero: int
+    later: WeightGrads | None  # of split backward passes
 
     def before_backward(self, *, is_first: bool, is_last: bool) -> None:
         """Tell FSDP2 which of a step's backward passes comes: gradients are reduced every time, under ZeRO-1 only in the last;
         gathered parameters are dropped every time under ZeRO-3, else after the last."""
         if not self.zero or not (is_first or is_last):
             return
+        is_last = is_last and self.later is None  # a split backward pass ends with `finish_backward`
         for module in self.fsdp_modules:
-            module.set_requires_gradient_sync(is_last or self.zero > 1, recurse=False)
-            module.set_reshard_after_backward(is_last or self.zero > 2, recurse=False)
+            module.set_requires_gradient_sync(is_last or (self.zero > 1 and self.later is None), recurse=False)
+            module.set_reshard_after_backward(is_last or (self.zero > 2 and self.later is None), recurse=False)
         root = self.module
         assert isinstance(root, FSDPModule)
         root.set_is_last_backward(is_last)
+
+    def finish_backward(self) -> None:
+        """Reduce what split backward passes have gathered in the weights' gradients.
+
+        FSDP2 reduces in a hook of autograd, which runs before the weights' half; torch's own pipelining calls it by hand alike.
+        """
+        if not self.zero:
+            return
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+        root.set_is_last_backward(True)
+        state = root._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            for group in each._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
 
     @property
     def fsdp_modules(self) -> tuple[FSDPModule, ...]:
@@ -167,9 +188,9 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
         share_over = mesh.axis("dp") if zero and "dp" not in stored.partial else None
         holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
     if zero:
-        _shard(stage, module, mesh, zero)
+        _shard(stage, module, mesh, zero, is_split_backward=is_split_backward)
     residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in stage.stored)
-    return Storage(module, residents, zero)
+    return Storage(module, residents, zero, WeightGrads() if is_split_backward else None)
 
 
 def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:
@@ -178,10 +199,11 @@ def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:
     return value
 
 
-def _shard(stage: StageCode, module: StageModule, mesh: Mesh, zero: int) -> None:
+def _shard(stage: StageCode, module: StageModule, mesh: Mesh, zero: int, *, is_split_backward: bool) -> None:
     body = stage.bodies[0]
     found = flow(stage, body)
     forward, backward = [], []
+    zero = min(zero, 2) if is_split_backward else zero  # weights stay gathered until the last half pass
     for block in body.blocks:
         layers = [shard(layer, mesh, zero=zero) for layer in module.block(block.name).layers() if layer.has_parameters]
         forward += reversed(layers)

@@ -30,7 +30,7 @@ from runtime.flow import Flow, flow
 from runtime.instr import Arg, Dtype, Instr, Other, Ref, TensorSpec
 from runtime.program import BlockCode, Feed, Program, StageCode, Stored, Transfer
 from runtime.schedule import schedule
-from runtime.traffic import backward_uses, body_specs, forward_uses, fsdp_groups, gradient_passes, sharding
+from runtime.traffic import backward_uses, body_specs, forward_uses, fsdp_groups, gradient_passes, is_split_backward, sharding
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-/]+")
 
@@ -118,10 +118,11 @@ def _once_a_step(p: Program, s: StageCode) -> Iterator[str]:
     is_sharded = sharding(p) > 1
     for group in fsdp_groups(p, s) if is_sharded else ():
         owner = "the stage" if group.block is None else group.block
-        passes = "each forward and backward" if p.zero == 3 and group.has_backward else "each forward" if p.zero == 3 else "the first forward"
+        often = p.zero == 3 and not is_split_backward(p)
+        passes = "the first forward" if not often else "each forward and backward" if group.has_backward else "each forward"
         yield f"fsdp {owner}: all_gather over dp, {group.weight_bytes} bytes, before {passes}"
         if group.grad_bytes:
-            when = "the last backward" if p.zero == 1 else "each backward"
+            when = "the last backward" if p.zero == 1 or is_split_backward(p) else "each backward"
             yield f"fsdp {owner}: reduce_scatter over dp, {group.grad_bytes} bytes, after {when}"
     arrives = flow(s, s.bodies[0]).arrives
     sizes = dict(p.axes)

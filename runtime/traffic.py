@@ -19,6 +19,7 @@ FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of tho
     ZeRO-3   forward m all_gather w, backward m all_gather w, m reduce_scatter g
     ZeRO-2   forward 1 all_gather w,                          m reduce_scatter g
     ZeRO-1   forward 1 all_gather w,                          1 reduce_scatter g
+    any, where the schedule splits the backward pass: as ZeRO-1
 """
 
 from __future__ import annotations
@@ -219,11 +220,12 @@ def gradient_passes(instr: Instr, found: Flow) -> bool:
 
 
 def _fsdp_moves(program: Program, stage: StageCode, num_micro_batches: int) -> Iterator[Move]:
+    once = is_split_backward(program)
     for group in fsdp_groups(program, stage):
-        gathers = num_micro_batches if program.zero == 3 else 1
-        reductions = 1 if program.zero == 1 else num_micro_batches
+        gathers = num_micro_batches if program.zero == 3 and not once else 1
+        reductions = 1 if program.zero == 1 or once else num_micro_batches
         yield from [("all_gather", "dp", "forward", group.weight_bytes)] * gathers
-        if group.has_backward and program.zero == 3:
+        if group.has_backward and program.zero == 3 and not once:
             yield from [("all_gather", "dp", "backward", group.weight_bytes)] * gathers
         if group.grad_bytes:
             yield from [("reduce_scatter", "dp", "backward", group.grad_bytes)] * reductions

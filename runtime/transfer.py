@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.action import Action, Schedule
 from runtime.call import dtype_of
 from runtime.errors import CommunicationError, StageError
 from runtime.instr import TensorSpec
 from runtime.mesh import Mesh
 from runtime.program import StageCode, Transfer
-from runtime.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, slots=True)
