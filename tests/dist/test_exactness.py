@@ -24,7 +24,7 @@ BY_HAND = [
     Case("gpt2", dict(pp=2, num_micro_batches=4, recompute="full")),
     Case("t5", dict(pp=2, num_micro_batches=2)),
     Case("mixtral-aux", dict(dp=2)),
-    Case("resnet50", dict(dp=2, zero=3)),
+    Case("resnet50", dict(dp=2, zero=3), dtype="float64"),  # its batch statistics amplify rounding ten thousand times
 ]
 
 
