@@ -114,7 +114,7 @@ class ParallelModel:
         self._plan = plan
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = _dense_source(self._model, graph)
-        self._executor = Executor(program, mesh, dense, seed=self._settings.seed)
+        self._executor = Executor(program, mesh, dense, seed=self._settings.seed, random_by_element=True)
 
     def _planned(self, graph: Graph) -> Plan:
         """The given plan, or one that rank 0 searches and every rank takes."""
