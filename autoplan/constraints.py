@@ -119,6 +119,11 @@ def check_degrees(constraints: Constraints, world_size: int, batch: int | None) 
         raise InfeasibleError(
             f"dp={constraints.dp} does not divide the global batch of {batch} rows: nearest that does is dp={nearest_divisor(batch, constraints.dp)}"
         )
+    group = constraints.zero_group
+    if group is not None and (world_size % group or (constraints.dp is not None and constraints.dp % group)):
+        raise InfeasibleError(f"zero_group={group} does not divide dp={constraints.dp or world_size}: states are shared by equal groups of replicas")
+    if group is not None and constraints.zero == 0:
+        raise InfeasibleError(f"zero_group={group} with zero=0: nothing is shared under ZeRO-0. Use zero=1, 2 or 3, or leave zero_group out")
     size = constraints.micro_batch_size
     if batch is not None and size is not None:
         share = batch // (constraints.dp or 1)

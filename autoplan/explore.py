@@ -290,7 +290,7 @@ class Searcher:
         )  # fmt: skip
 
     def _work_out(self, shape: Shape, storings: tuple[Storing, ...]) -> list[Result]:
-        if shape.dp == 1 and self.task.constraints.zero is None:
+        if shape.dp == 1 and self.task.constraints.zero is None and self.task.constraints.zero_group is None:
             storings = tuple(s for s in storings if s.zero == 0)
         chooser, price = self._chooser(shape), self._price(shape)
         results: list[Result] = []

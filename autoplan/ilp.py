@@ -284,17 +284,21 @@ def _run(model: _Model, name: str, time_limit_s: float | None) -> tuple[list[flo
         code = pulp.LpConstraintLE if sense == "<=" else pulp.LpConstraintEQ
         terms = pulp.LpAffineExpression([(variables[i], c) for i, c in expr.terms.items() if c])
         program += pulp.LpConstraint(terms, code, rhs=-expr.constant)
-    solver = pulp.HiGHS(msg=False, threads=1, gapRel=1e-7, timeLimit=time_limit_s)
-    if not solver.available():
-        raise AutoplanError("the HiGHS solver is not installed: pip install highspy")
     _quiet_start()
-    try:
-        program.solve(solver)
-    except pulp.PulpSolverError as error:
-        raise AutoplanError(f"the solver failed on block {name}: {error}") from error
-    if program.status == pulp.LpStatusInfeasible:
-        return None, 0.0
-    if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    # A process that ran HiGHS with other threads before gets "not solved" for ours: then with whatever it has.
+    for threads in (1, None):
+        solver = pulp.HiGHS(msg=False, threads=threads, gapRel=1e-7, timeLimit=time_limit_s)
+        if not solver.available():
+            raise AutoplanError("the HiGHS solver is not installed: pip install highspy")
+        try:
+            program.solve(solver)
+        except pulp.PulpSolverError as error:
+            raise AutoplanError(f"the solver failed on block {name}: {error}") from error
+        if program.status == pulp.LpStatusInfeasible:
+            return None, 0.0
+        if program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            break
+    else:
         raise AutoplanError(f"the solver found no answer for block {name}: status {pulp.LpStatus[program.status]!r}; give it more time (time_limit_s)")
     assert program.solverModel is not None
     bound = float(program.solverModel.getInfo().mip_dual_bound)

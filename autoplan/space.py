@@ -60,12 +60,15 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
             dp = world_size // tp // pp
             if pp > max_stages or batch % dp or not _allows(constraints.tp, tp) or not _allows(fixed_pp, pp) or not _allows(constraints.dp, dp):
                 continue
+            if constraints.zero_group is not None and dp % constraints.zero_group:
+                continue
             share = batch // dp
             for rows in divisors(share) if can_micro_batch else (share,):
                 if _allows(constraints.micro_batch_size, rows):
                     for schedule in _schedules(constraints, pp):
                         shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule))
-    zeros = (constraints.zero,) if constraints.zero is not None else (0, 1, 2, 3)
+    free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
+    zeros = (constraints.zero,) if constraints.zero is not None else free
     recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
     storings = tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
     found = {

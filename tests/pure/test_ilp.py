@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from handmade import Builder, FlatPrices, transformer
@@ -139,3 +142,15 @@ def test_a_missing_solver_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
     problem = problem_of(graph, 1, 2, {"x0": WHOLE}, {"s0": WHOLE})
     with pytest.raises(AutoplanError, match="pip install 'pulp<4' highspy"):
         solve(problem, Price())
+
+
+def test_a_process_that_ran_the_solver_with_other_threads_gets_the_same_answer() -> None:
+    code = (
+        "import sys; sys.path[:0] = ['tests/pure', '.']\n"
+        "import highspy; h = highspy.Highs(); h.setOptionValue('output_flag', False); h.setOptionValue('threads', 2)\n"
+        "h.addCol(1.0, 0, 1, 0, [], []); h.changeColIntegrality(0, highspy.HighsVarType.kInteger); h.run()\n"
+        "from test_ilp import layer_solution; from autoplan.layout import WHOLE\n"
+        "print(layer_solution(WHOLE, hidden=1024, inner=4096, seq=64)[1].picks)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[2])
+    assert ran.stdout.strip().splitlines()[-1] == str(layer_solution(WHOLE, hidden=1024, inner=4096, seq=64)[1].picks)

@@ -80,6 +80,8 @@ def test_what_cannot_fit_says_which_memory_by_how_much_and_what_would_help(graph
         ({"compression": "1bit"}, "uncompressed"),
         ({"placement": {"m": 0}}, "stage cuts"),
         ({"micro_batch_size": 3}, "does not divide the 8 rows"),
+        ({"zero_group": 3}, "zero_group=3 does not divide"),
+        ({"zero_group": 2, "zero": 0}, "nothing is shared"),
         ({"stage_layers": (1, 2)}, "places 3 layers, but the model has 4"),
     ],
     ids=str,
@@ -147,3 +149,27 @@ def test_micro_batches_are_not_offered_where_the_loss_is_no_sum_over_rows(graph:
     assert any("one micro-batch only" in w for w in plan.warnings)
     with pytest.raises(AutoplanError, match="micro-batches"):
         found(changed, devices=2, dp=1, micro_batch_size=1)
+
+
+def tied_graph() -> Graph:
+    """The transformer with its head reading the embedding."""
+    graph = transformer(layers=2, batch=8, seq=32, hidden=256, heads=8, inner=1024, vocab=1000)
+    ops = tuple(dataclasses.replace(op, instr=_renamed(op.instr)) for op in graph.ops)
+    values = {name: v for name, v in graph.values.items() if name != "head"}
+    return dataclasses.replace(graph, ops=ops, values=values)
+
+
+def _renamed(instr):
+    return dataclasses.replace(instr, args=tuple(dataclasses.replace(a, name="emb") if getattr(a, "name", "") == "head" else a for a in instr.args))
+
+
+def test_a_tied_parameter_rests_in_one_layout_and_is_counted_once() -> None:
+    graph = tied_graph()
+    searcher = Searcher(Task(graph, Cluster.parse("a100-sxm-80gb:1x2"), FlatPrices(), Constraints(tp=2), "adamw", None, None))
+    best = searcher.run().best()
+    rests = [best.chosen.point(pattern).rests["emb"] for pattern in ("prologue", "epilogue")]
+    assert rests[0] == rests[1]
+    dense = sum(v.spec.shape[0] * (v.spec.shape[1] if len(v.spec.shape) > 1 else 1) for v in graph.parameters())
+    assert best.loads[0].parameter_elements <= dense
+    piped = found(graph, devices=2, pp=2)
+    assert any(c.axis == "tied" for c in piped.collectives)
