@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from autoplan.forecast import Memory
+from autoplan.notes import landmarks
 from autoplan.plan import BlockPlan, Plan
 from autoplan.units import count, figures, num_bytes, seconds
 
@@ -78,9 +79,9 @@ def _splits(plan: Plan) -> str:
 
 
 def _by_split(block: BlockPlan) -> dict[str, list[str]]:
-    """Split -> modules (or ops) in order. Ops without FLOPs are left out unless nothing else is known of the block."""
+    """Split -> modules (or ops) in order."""
     found: dict[str, list[str]] = {}
-    notes = [(note.split, note.module or note.target) for note in block.ops if note.flops > 0]
+    notes = [(note.split, note.module or note.target) for note in landmarks(block.ops)]
     for split, name in notes or [(split.partition(":")[0], name) for name, split in block.splits.items()]:
         if name not in found.setdefault(split, []):
             found[split].append(name)

@@ -1,15 +1,17 @@
 """Notes on the ops of a block pattern, so that a plan can be read and drawn without its graph.
 
 Factors have no names in the graph; readers get the role that a factor plays: "batch", "sequence" (another dimension
-of an integer input), "heads" (dimension 1 of an attention), "vocabulary" (rows of an embedding), else "features".
+of an integer input), "heads" (dimension 1 of an attention), "vocabulary" (rows of an embedding, classes of a loss), else "features".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoplan.graph import Block, Graph, Op
 from autoplan.plan import OpNote
+
+_LANDMARKS = ("embedding", "norm", "entropy", "loss", "pool")
 
 
 def op_notes(graph: Graph, block: Block, splits: Mapping[str, str]) -> tuple[OpNote, ...]:
@@ -33,6 +35,11 @@ def blocks_of_pattern(graph: Graph, pattern: str) -> tuple[int, ...]:
     return tuple(i for i, block in enumerate(graph.blocks) if block.pattern == pattern)
 
 
+def landmarks(ops: Sequence[OpNote]) -> tuple[OpNote, ...]:
+    """The ops that readers look for: those that compute, and embeddings, norms and losses."""
+    return tuple(op for op in ops if op.flops > 0 or any(word in op.target for word in _LANDMARKS))
+
+
 def factor_roles(graph: Graph) -> Mapping[int, str]:
     """Factor id -> the role that readers know it by; factors that are not listed are "features"."""
     roles: dict[int, str] = {}
@@ -40,6 +47,8 @@ def factor_roles(graph: Graph) -> Mapping[int, str]:
         kind = short_target(op.instr.target)
         if "attention" in kind and len(dims := graph.values[op.outputs[0]].dims) == 4:
             roles |= dict.fromkeys(dims[1], "heads")
+        if "cross_entropy" in kind and len(dims := graph.values[op.operands[0]].dims) > 1:
+            roles |= dict.fromkeys(dims[1], "vocabulary")
         if kind == "embedding":
             roles |= dict.fromkeys(graph.values[op.operands[0]].dims[0], "vocabulary")
     for value in graph.inputs():

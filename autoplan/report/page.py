@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from autoplan.explain import short
+from autoplan.explain import degrees, short
 from autoplan.forecast import Measured
 from autoplan.plan import Plan
 from autoplan.report.markup import esc, table
@@ -54,16 +54,10 @@ def html(plan: Plan, measured: Measured | None = None) -> str:
     )
 
 
-def mesh_text(plan: Plan) -> str:
-    """ "pp 2 × dp 2 × tp 4"; "one device" where every degree is 1."""
-    return " × ".join(f"{axis} {degree}" for axis, degree in plan.axes if degree > 1) or "one device"
-
-
 def _summary(plan: Plan) -> str:
-    micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches != 1 else ''} of {plan.micro_batch_size}"
-    facts = [f"<b>{esc(mesh_text(plan))}</b>", f"ZeRO {plan.zero}" if plan.zero else "", f"{plan.schedule}" if plan.degree("pp") > 1 else ""]
-    facts += [micro, f"global batch {plan.global_batch:,}", plan.precision or "model precision", plan.optimizer]
-    return " · ".join(fact if fact.startswith("<") else esc(fact) for fact in facts if fact)
+    mesh, _, rest = degrees(plan).partition(" · ")
+    facts = [rest, f"global batch {plan.global_batch:,}", plan.precision or "model precision", plan.optimizer]
+    return " · ".join((f"<b>{esc(mesh)}</b>", *map(esc, facts)))
 
 
 def _tiles(plan: Plan, measured: Measured | None) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from autoplan.notes import landmarks
 from autoplan.plan import BlockPlan, OpNote, Plan, StagePlan
 from autoplan.report.markup import esc, legend, line, rect, svg, text
 from autoplan.units import count
 
-_PAGE, _ROW, _GAP, _LEFT, _HEAD, _LETTER = 1172, 30, 34, 206, 150, 7.0
+_PAGE, _ROW, _GAP, _LEFT, _HEAD, _LETTER = 1172, 30, 34, 222, 150, 7.0
 ROLES = {
     "heads": ("heads", "H"),
     "features": ("features", "F"),
@@ -121,9 +122,8 @@ def _columns(block: BlockPlan) -> tuple[_Column, ...]:
 
 
 def _notes(block: BlockPlan) -> tuple[OpNote, ...]:
-    """The ops that compute, or all that are divided where the plan carries no notes."""
-    worth = tuple(op for op in block.ops if op.flops > 0 or op.split != "whole")
-    return worth if block.ops else tuple(OpNote(name, name, "", 0, split.partition(":")[0]) for name, split in block.splits.items())
+    """The ops that readers look for, or all that are divided where the plan carries no notes."""
+    return landmarks(block.ops) if block.ops else tuple(OpNote(name, name, "", 0, split.partition(":")[0]) for name, split in block.splits.items())
 
 
 def _span(stage: StagePlan) -> str:
