@@ -1,8 +1,9 @@
 """Blocks: the order of a graph's operators, cut where its layers begin and end.
 
 A layer is an item of a numbered container in the module paths ("model.layers.3", "layer2.0"), the outermost one that holds at least two items with
-products in them; where one item holds most of the model, the containers inside it count instead. Operators between two items of one container go to
-the later item; what lies between containers is a part of its own if it has parameters. A model without containers is cut where few values are alive.
+products in them; where one item holds most of the model, or no two items are alike (stages), and some inside them are, the containers inside count
+instead. Operators between two items of one container go to the later item; what lies between containers is a part of its own if it has
+parameters. A model without containers is cut where few values are alive.
 
 Operators are ordered so that every block is one run: an operator belongs to the latest block among its own and its operands'
 (a topological order by block, then by time). Blocks of equal `pattern` have the same operators on the same shapes, wired alike.
@@ -77,24 +78,29 @@ def _container(item: str) -> str:
 
 def _items(ops: Sequence[Op]) -> dict[str, str]:
     """Module path -> the layer that it belongs to."""
-    paths = list(dict.fromkeys(op.module for op in ops))
-    cost = Counter(dict.fromkeys(paths, 0))
+    cost: Counter[str] = Counter()
+    form: dict[str, list[str]] = {}
     for op in ops:
         cost[op.module] += op.flops
-    total = sum(cost.values())
-    return _items_below("", paths, cost, total)
+        form.setdefault(op.module, []).extend([f"{op.instr.target} {op.instr.outputs[0].spec}"] if op.flops else [])
+    return _items_below("", form, cost, sum(cost.values()))[0]
 
 
-def _items_below(prefix: str, paths: Sequence[str], cost: Mapping[str, int], total: int) -> dict[str, str]:
+def _items_below(prefix: str, form: Mapping[str, Sequence[str]], cost: Mapping[str, int], total: int) -> tuple[dict[str, str], bool]:
+    """(Module path -> layer, whether some layers are alike). `form` maps module paths to their products, `cost` to FLOPs; `total` are the model's."""
     item_of: dict[str, str] = {}
-    for path in paths:
+    for path in form:
         found = re.match(r"((?:.*?\.)??\d+)(?=\.|$)", path.removeprefix(prefix))
         if found:
             item_of[path] = prefix + found.group(1)
     weight: Counter[str] = Counter()
+    shape: dict[str, list[str]] = {}
     for path, item in item_of.items():
         weight[item] += cost[path]
+        shape.setdefault(item, []).extend(form[path])
     heavy = Counter(_container(item) for item, flops in weight.items() if flops)
+    alike = Counter((_container(item), tuple(lines)) for item, lines in shape.items() if weight[item])
+    repeated = {container for (container, _), count in alike.items() if count > 1}
     chosen: dict[str, str] = {}
     latest: dict[str, str] = {}  # container -> its latest item with products; items without (a norm, an activation) go with it
     for path, item in item_of.items():
@@ -104,11 +110,12 @@ def _items_below(prefix: str, paths: Sequence[str], cost: Mapping[str, int], tot
         if heavy[container] > 1 and container in latest:
             chosen[path] = latest[container]
     for item in dict.fromkeys(item_of.values()):
-        if 2 * weight[item] > total or heavy[_container(item)] < 2:
-            below = _items_below(item + ".", [p for p in paths if p.startswith(item + ".")], cost, total)
-            if below:
+        alone = heavy[_container(item)] < 2
+        if alone or 2 * weight[item] > total or _container(item) not in repeated:
+            below, same = _items_below(item + ".", {p: lines for p, lines in form.items() if p.startswith(item + ".")}, cost, total)
+            if below and (alone or same):
                 chosen = {path: at for path, at in chosen.items() if at != item} | below
-    return chosen
+    return chosen, bool(repeated)
 
 
 def _levels(values: Mapping[str, Value], ops: Sequence[Op], items: Mapping[str, str]) -> tuple[list[str], list[int]]:
