@@ -1,6 +1,7 @@
 """Calibration: the few physical constants that prices rest on, by device type, link and software stack.
 
-Kept in costmodel/data/calibration.json with the provenance of each; `benchmarks/accuracy/predict.py --fit` makes others.
+costmodel/data/priors.json holds what is known of them from public kernel and link measurements, calibration.json the same after a fit on
+published training runs (benchmarks/accuracy); both state where their numbers come from.
 A device, link or stack that is not listed gets the constants called "default"; a device may be listed by its chip ("A100").
 """
 
@@ -19,13 +20,15 @@ from typing import Any
 class DeviceConstants:
     """Of one device type.
 
-    gemm_ceiling: share of the dense peak that a large matrix product reaches. gemm_half_k: contraction length at
+    gemm_ceiling: share of the dense peak that a large matrix product reaches; float8_share: what 8-bit products reach of it.
+    gemm_half_k: contraction length at
     which a tile's main loop is half as fast (prologue and epilogue). attention_forward, attention_backward: share of
     the peak that a fused attention kernel reaches. memory_efficiency: share of the memory bandwidth that a large copy
     reaches. kernel_s: shortest kernel. launch_s: host time a kernel. reserve_bytes: context and library workspaces.
     """
 
     gemm_ceiling: float = 0.8
+    float8_share: float = 0.9
     gemm_half_k: float = 64.0
     attention_forward: float = 0.5
     attention_backward: float = 0.4
@@ -37,10 +40,12 @@ class DeviceConstants:
 
 @dataclass(frozen=True, slots=True)
 class LinkConstants:
-    """Of one kind of link, by tier name. efficiency: share of the port's stated bandwidth that a large collective
-    reaches (1 where the tier states a measured one). base_s: fixed time of a collective."""
+    """Of one kind of link, by tier name. efficiency: share of the port's stated bandwidth that a large message
+    reaches (1 where the tier states a measured one). ring_share: what a collective of many messages reaches of that.
+    base_s: fixed time of a collective."""
 
     efficiency: float = 0.8
+    ring_share: float = 1.0
     base_s: float = 15e-6
 
 
@@ -102,15 +107,17 @@ class Calibration:
 
 def load(path: Path | None = None) -> Calibration:
     """The calibration of a file, or the one that ships with the package. ValueError for unknown keys."""
-    if path is None:
-        return _shipped()
-    return _parse(json.loads(path.read_text()), str(path))
+    return _shipped("calibration.json") if path is None else _parse(json.loads(path.read_text()), str(path))
+
+
+def priors() -> Calibration:
+    """The constants before any fit on training runs."""
+    return _shipped("priors.json")
 
 
 @cache
-def _shipped() -> Calibration:
-    entry = resources.files("costmodel").joinpath("data", "calibration.json")
-    return _parse(json.loads(entry.read_text()), "data/calibration.json")
+def _shipped(name: str) -> Calibration:
+    return _parse(json.loads(resources.files("costmodel").joinpath("data", name).read_text()), f"data/{name}")
 
 
 def _parse(content: Mapping[str, Any], file: str) -> Calibration:

@@ -6,13 +6,14 @@ Wire volume a rank sends, n bytes of the whole tensor, p ranks (Thakur, Rabensei
 
 A tier carries what the group's ports carry, shared with the twins that leave through the same ports:
 
-    rate   = ports of the group in one lower domain * port_bytes_per_s * efficiency / twins at a port,
+    rate   = ports of the group in one lower domain * port_bytes_per_s * efficiency * ring_share / twins at a port,
              times (p-1) / peers where devices are wired to each other without a switch
     ring   : base + steps * latency + volume / (rate of the slowest tier); steps = p-1 (all_reduce 2(p-1))
     tree   : base + 2 ceil(log2 p) latency + 2 n / rate                       (all_reduce: small messages)
     levels : base + sum over tiers of steps * latency + (fan-1)/fan n / rate  (all_reduce twice), fan = domains joined
 
-A strided group has one member a node and as many twins at the node's ports as fit between its members.
+A strided group has one member a node and as many twins at the node's ports as fit between its members. Where devices of a node share
+one port (PCIe through the host), all of them are taken to send at once.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def levels(group: RankGroup, cluster: Cluster, calibration: Calibration) -> tupl
         fan = -(-members // inside)
         if fan > 1:
             constants = calibration.link(tier.name)
-            share = 1.0 if tier.measured_bytes_per_s else constants.efficiency
+            share = constants.ring_share * (1.0 if tier.measured_bytes_per_s else constants.efficiency)
             ports = min(inside, -(-inside * group.stride // tier.shared_by), max(1, domain // tier.shared_by))
-            twins = max(1, min(group.concurrent, group.stride, tier.shared_by))
+            twins = max(1, min(group.concurrent, group.stride, tier.shared_by), tier.shared_by // domain)
             wired = min(1.0, (fan - 1) / tier.peers) if tier.peers else 1.0
             found.append(Level(tier, fan, inside, ports * tier.port_bytes_per_s * share * wired / twins, constants.base_s))
             inside = members

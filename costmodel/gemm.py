@@ -46,7 +46,7 @@ def gemm_s(gemm: Gemm, dtype: str, item_bytes: int, device: Device, constants: D
         return 0.0
     bandwidth = device.memory_bytes_per_s * constants.memory_efficiency
     moved = item_bytes * gemm.b * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
-    rate = device.peak(dtype) * constants.gemm_ceiling
+    rate = device.peak(dtype) * constants.gemm_ceiling * (constants.float8_share if dtype == "float8" else 1.0)
     if device.kind == "cpu":
         return max(gemm.flops * (1 + constants.gemm_half_k / gemm.k) / rate, moved / bandwidth)
     best = float("inf")

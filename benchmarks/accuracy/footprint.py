@@ -5,7 +5,7 @@ Saved bytes of a layer and micro-batch with r = tokens of the micro-batch on a r
 
     GPT    r h (4 e + 2) + 12 e r h / t + scores           norm inputs and outputs, dropout masks; q k v, context, feed-forward twice
     Llama  4 e r h + e r (2 heads d + 2 kv d + 4 ffn) / t      norm inputs and outputs; q k v, context; gate, up, activation, product
-    scores (2 e + 1) r s heads / t where attention is not fused: softmax, its dropout and mask
+    scores (2 e + 1) r s heads / t where attention is not fused: softmax, its dropout and mask; e without dropout
 
 With sequence parallelism the terms in r h are divided by t too. Full recomputation keeps the layer's input, e r h, and one layer's
 saved bytes at a time. Stage j of p holds min(p - j, m) micro-batches (1F1B), interleaving adds (p - 1) / v of a stage's chunk.
@@ -71,7 +71,11 @@ def widths(run: Run) -> Widths:
         return Widths(4, 4, 0, 8)
     if run.stack in ("megatron-deepspeed", "deepspeed-zero3"):
         # fp32 copy and temporary as above; BF16_Optimizer accumulates unsharded fp32 gradients instead
-        return Widths(e, e + 4, 4, 8) if run.dtype == "bfloat16" else Widths(e, e, 4, 16)
+        if run.dtype == "bfloat16":
+            return Widths(e, e + 4, 4, 8)
+        return Widths(e, e, 4, 16 if run.zero else 12)
+    if run.stack == "internevo":
+        return Widths(e, e, 4, 12)
     return Widths(e, 4 if run.stack in ("megatron-lm", "amp") else e, 4, 8)
 
 
@@ -81,12 +85,11 @@ def saved_bytes(run: Run, flash: bool) -> float:
     rows = run.micro_batch * m.seq // run.cp
     narrow = t if run.sequence_parallel else 1
     d = m.hidden // m.heads
-    masks = 0 if run.stack.startswith("llm-foundry") else 2  # it trains without dropout
-    copies = 4 if run.stack == "sailor" else 2  # its masked, scaled scores and softmax are kept too
-    scores = 0.0 if flash else (copies * e + 1) * rows * m.seq * m.heads / t
+    dropout = not run.stack.startswith(("llm-foundry", "sailor"))
+    scores = 0.0 if flash else ((2 * e + 1) if dropout else e) * rows * m.seq * m.heads / t
     if m.gated:
         return 4 * e * rows * m.hidden / narrow + e * rows * (2 * m.heads * d + 2 * m.kv_heads * d + 4 * m.ffn) / t
-    return rows * m.hidden * (4 * e + masks) / narrow + e * rows * (4 * m.hidden + 2 * m.ffn) / t + scores
+    return rows * m.hidden * (4 * e + 2 * dropout) / narrow + e * rows * (4 * m.hidden + 2 * m.ffn) / t + scores
 
 
 def logit_bytes(run: Run) -> int:
@@ -95,7 +98,9 @@ def logit_bytes(run: Run) -> int:
     e = item_bytes(run.dtype)
     if run.stack in ("torchtitan-eager", "default"):
         return 2 * e + 12
-    return 2 * e if run.stack.startswith("llm-foundry") else e + 8
+    if run.stack.startswith("llm-foundry"):
+        return 2 * e
+    return e + 4 if run.stack in ("megatron-deepspeed", "megatron-lm", "deepspeed-zero3") else e + 8
 
 
 def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
@@ -107,7 +112,7 @@ def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
     rest = states(size, widths(run), run.zero, min(run.zero_group, ranks))
     rows = run.micro_batch * m.seq // run.cp
     inputs = e * rows * m.hidden / (run.tp if run.sequence_parallel else 1)
-    layer = saved_bytes(run, stack.flash)
+    layer = saved_bytes(run, run.flash)
     kept, working = {
         "full": (inputs, layer),
         "partial": ((inputs + layer) / 2, layer),

@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ if str(ROOT) not in sys.path:
 from benchmarks.accuracy.calibrate import MEMORY_BOUNDS, Sample, fit  # noqa: E402
 from benchmarks.accuracy.footprint import fits, footprint, settled  # noqa: E402
 from benchmarks.accuracy.record import Run, UnsupportedRowError, run_of  # noqa: E402
-from benchmarks.accuracy.score import measured_s, score, table  # noqa: E402
+from benchmarks.accuracy.score import measured_s, out_of_memory, score, table  # noqa: E402
 from benchmarks.accuracy.step import step_time  # noqa: E402
-from costmodel.calibration import Calibration, load  # noqa: E402
+from costmodel.calibration import Calibration, load, priors  # noqa: E402
 
+MARGIN = 0.97  # a run that is known to fit is fitted to at most this share of the memory
+MEMORY_PULL = 0.001  # reserves differ by gigabytes from stack to stack: little is known of them beforehand
 Rows = list[Mapping[str, Any]]
 
 
@@ -51,28 +53,35 @@ def peak_bytes(run: Run, calibration: Calibration) -> float:
     return float(footprint(settled(run, calibration), calibration).total)
 
 
-def peak_of(row: Mapping[str, Any]) -> float | None:
-    """Measured bytes of the fullest rank."""
-    peak = row["measured"].get("peak_mem_GiB")
-    return peak * 2**30 if peak else None
+def timed(rows: Mapping[str, Rows]) -> list[Sample]:
+    """Rows whose step time is known and that can be expressed."""
+    return [Sample(source, run, seconds) for source, row, run in _runs(rows) if (seconds := measured_s(row)) is not None]
 
 
-def samples(rows: Mapping[str, Rows], measured: Callable[[Mapping[str, Any]], float | None]) -> list[Sample]:
-    """Rows that were measured and can be expressed, as samples to fit."""
+def weighed(rows: Mapping[str, Rows]) -> list[Sample]:
+    """What is known of memory: a peak, or that the run stayed below its device's memory, or did not."""
     found = []
+    for source, row, run in _runs(rows):
+        peak, limit = row["measured"].get("peak_mem_GiB"), float(min(g.device.memory_bytes for g in run.cluster.groups))
+        if peak:
+            found.append(Sample(source, run, peak * 2**30))
+        elif out_of_memory(row):
+            found.append(Sample(source, run, limit, "above"))
+        elif measured_s(row) is not None:
+            found.append(Sample(source, run, MARGIN * limit, "below"))
+    return found
+
+
+def _runs(rows: Mapping[str, Rows]) -> Iterator[tuple[str, Mapping[str, Any], Run]]:
     for source, records in rows.items():
         for row in records:
-            value = measured(row)
-            if value is not None:
-                with contextlib.suppress(UnsupportedRowError):
-                    found.append(Sample(source, run_of(row), value))
-    return found
+            with contextlib.suppress(UnsupportedRowError):
+                yield source, row, run_of(row)
 
 
 def refit(rows: Mapping[str, Rows], start: Calibration) -> Calibration:
     """Constants fitted on rows: those of memory first, which settle what recomputation a run needs."""
-    remembered = fit(samples(rows, peak_of), start, peak_bytes, MEMORY_BOUNDS)
-    return fit(samples(rows, measured_s), remembered, seconds)
+    return fit(timed(rows), fit(weighed(rows), start, peak_bytes, MEMORY_BOUNDS, MEMORY_PULL), seconds)
 
 
 def predict(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
@@ -93,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     calibration = load()
     if options.fit:
-        calibration = refit(read(options.fit), calibration)
+        calibration = refit(read(options.fit), priors())
         if options.save:
             calibration.save(options.save)
     rows = read(options.rows)

@@ -5,7 +5,7 @@ Keys that a source does not state get one default for all sources:
     recompute           none where the run then fits the device, else full
     vpp                 2 where there is a pipeline, else 1
     zero_stage          1 in Megatron-DeepSpeed (its optimizer's default), else 0
-    micro_batch         1
+    micro_batch         as many micro-batches as stages
     sequence_parallel   false
     node network        the device preset's
 """
@@ -42,22 +42,19 @@ DEVICES = (
 )
 # words of a source -> software stack (constants: costmodel/data/calibration.json)
 STACKS = (
-    ("vTrain", "megatron-deepspeed"),
-    ("bigscience", "megatron-deepspeed"),
-    ("DeepSpeed ZeRO-3", "deepspeed-zero3"),
-    ("Megatron", "megatron-lm"),
-    ("llm-analysis", "megatron-lm"),
-    ("llm-foundry", "llm-foundry"),
-    ("InternEvo", "internevo"),
-    ("torch.compile", "torchtitan-compile"),
-    ("AsyncTP", "torchtitan-compile"),
-    ("1F1B", "torchtitan-compile"),
-    ("torchtitan", "torchtitan-eager"),
-    ("JAX", "xla"),
-    ("maxtext", "xla"),
-    ("AMP", "amp"),
     ("sailor", "sailor"),
+    ("vtrain", "megatron-deepspeed"),
+    ("bigscience", "megatron-deepspeed"),
+    ("dachengli1/amp", "amp"),
+    ("llm-foundry", "llm-foundry"),
+    ("internevo", "internevo"),
+    ("torchtitan", "torchtitan-eager"),
+    ("jax", "xla"),
+    ("maxtext", "xla"),
+    ("megatron", "megatron-lm"),
 )
+COMPILED = ("torch.compile", "asynctp", "1f1b", "interleaved")  # torchtitan pages that measured with torch.compile name one of these
+UNFUSED = ("megatron-deepspeed", "deepspeed-zero3", "megatron-lm", "amp", "sailor")  # stacks without a fused attention kernel
 NETWORKS = (("omni-path", "omni-path"), ("opa", "omni-path"), ("roce", "roce"), ("efa", "efa"), ("tcpx", "tcpx"), ("gb/s; pcie", "ethernet"))
 
 
@@ -113,6 +110,7 @@ class Run:
     pure: bool  # parameters and gradients at rest in the compute dtype
     stages: tuple[Stage, ...]
     async_tp: bool
+    flash: bool  # fused attention; the stack's where the row does not say
 
 
 def run_of(row: Mapping[str, Any]) -> Run:
@@ -123,15 +121,13 @@ def run_of(row: Mapping[str, Any]) -> Run:
     tp, pp, cp = (int(p.get(k) or 1) for k in ("tp", "pp", "cp"))
     gpus = int(row["cluster"]["n_gpus"])
     dp = int(p.get("dp") or max(1, gpus // (tp * pp * cp)))
-    micro = int(p.get("micro_batch") or 1)
-    batch = int(p.get("global_batch") or micro * dp)
-    stack = stack_of(text)
+    batch = int(p.get("global_batch") or int(p.get("micro_batch") or 1) * dp)
+    micro = int(p.get("micro_batch") or max(1, batch // (dp * pp)))
+    stack = stack_of(row)
     zero = p.get("zero_stage")
     zero = (1 if stack == "megatron-deepspeed" else 0) if zero is None else int(zero)
-    if stack == "megatron-deepspeed" and zero == 3:
+    if zero == 3 and stack.startswith("megatron"):
         stack = "deepspeed-zero3"
-    if stack == "llm-foundry" and row["cluster"]["gpu"].startswith("H100"):
-        stack = "llm-foundry-hopper"  # libraries of the year in which Hopper came out
     precision = str(row["precision"]).lower()
     dtype = "float16" if "fp16" in precision else "float32" if precision.startswith("fp32") else "bfloat16"
     # products with a scale a row ran on kernels without fast accumulation, at the bf16 rate
@@ -171,12 +167,19 @@ def run_of(row: Mapping[str, Any]) -> Run:
         "PURE" in str(row["precision"]),
         stages_of(model.layers, pp, tp * dp * cp, p, cluster),
         "asynctp" in text.lower().replace("-", "") or "asynctp" in row["row_id"].lower(),
+        "flash attention off" not in text and stack not in UNFUSED,
     )
 
 
-def stack_of(text: str) -> str:
+def stack_of(row: Mapping[str, Any]) -> str:
     """The software stack that a source names; "default" for one that is not known."""
-    return next((stack for words, stack in STACKS if words.lower() in text.lower()), "default")
+    source, text = row["source"].lower(), f"{row.get('notes', '')} {row['row_id']}".lower()
+    stack = next((stack for words, stack in STACKS if words in source), "default")
+    if stack == "torchtitan-eager" and any(words in text for words in COMPILED):
+        return "torchtitan-compile"
+    if stack == "llm-foundry" and row["cluster"]["gpu"].startswith("H100"):
+        return "llm-foundry-hopper"  # libraries of the year in which Hopper came out
+    return stack
 
 
 def stages_of(layers: int, pp: int, ranks: int, plan: Mapping[str, Any], cluster: Cluster) -> tuple[Stage, ...]:
@@ -219,7 +222,7 @@ def cluster_of(record: Mapping[str, Any]) -> Cluster:
         )
         total = sum(g.num_devices for g in groups)
         slowest = min(float(word) for word in _figures(record["inter_note"].partition("Between types")[2]))
-        return Cluster("mixed", groups, Tier("between types", total, groups[0].devices_per_node, 5e-5, slowest * 1e9, slowest * 1e9))
+        return Cluster("mixed", groups, Tier("gigabit", total, groups[0].devices_per_node, 5e-5, slowest * 1e9, slowest * 1e9))
     group = _group(
         record["gpu"],
         int(record["n_gpus"]),
@@ -241,7 +244,8 @@ def _group(gpu: str, total: int, per_node: int, intra: float | None, inter: floa
     base = Cluster.parse(f"{preset_of(gpu)}:2x{per_node}").groups[0]
     per_node = min(per_node, total)
     inside = base.tiers[0]
-    if intra:
+    if intra:  # stated a GPU
+        inside = replace(inside, shared_by=1)
         inside = replace(inside, bandwidth_bytes_per_s=intra * 1e9, measured_bytes_per_s=intra * 1e9 if measured else None)
     inside = replace(inside, domain=min(per_node, total))
     nodes = -(-total // per_node)

@@ -12,7 +12,7 @@ included), p stages, m micro-batches and v chunks a rank:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from benchmarks.accuracy import block
@@ -60,7 +60,7 @@ class Pricer:
 
     @property
     def stack(self) -> StackConstants:
-        return self.calibration.stack(self.run.stack)
+        return replace(self.calibration.stack(self.run.stack), flash=self.run.flash)
 
     def ops(self, keys: tuple[OpKey, ...], rank: int) -> Pass:
         device = self.run.cluster.device(rank)
