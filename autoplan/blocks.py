@@ -82,7 +82,7 @@ def _items(ops: Sequence[Op]) -> dict[str, str]:
     form: dict[str, list[str]] = {}
     for op in ops:
         cost[op.module] += op.flops
-        form.setdefault(op.module, []).extend([f"{op.instr.target} {op.instr.outputs[0].spec}"] if op.flops else [])
+        form.setdefault(op.module, []).extend([f"{op.instr.target} {op.flops} {op.instr.outputs[0].spec}"] if op.flops else [])
     return _items_below("", form, cost, sum(cost.values()))[0]
 
 
