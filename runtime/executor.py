@@ -52,6 +52,7 @@ class Executor:
             for stored in stage.stored:
                 if stored.name not in kept or (kept[stored.name].fqn, kept[stored.name].chunks) != (stored.fqn, stored.chunks):
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
+            self.storages[stage.index].check_readers(stage)
         bodies = {}
         for stage in program.stages:
             storage = self.storages[stage.index]

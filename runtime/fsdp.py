@@ -7,6 +7,7 @@ order of the next backward. So every group is told which group comes next.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from runtime.collective import gather_into, scatter_into, wait
 from runtime.mesh import Axis, Mesh
+
+# Blocks may put out views: no instruction of a later block writes into them.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 @dataclass(frozen=True, eq=False)

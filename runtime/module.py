@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from runtime.collective import share
 from runtime.compile import Compiled
@@ -69,6 +70,10 @@ class Holder(nn.Module):
         """This holder and the inner ones, innermost first."""
         return [*(self.inner.layers() if self.inner is not None else []), self]
 
+    def names(self) -> tuple[str, ...]:
+        """What is held here and inside."""
+        return (*self._slots, *(self.inner.names() if self.inner is not None else ()))
+
     @property
     def has_parameters(self) -> bool:
         return any(slot.is_parameter for slot in self._slots.values())
@@ -90,10 +95,15 @@ class StageModule(Holder):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict()
+        self._keys: dict[str, str] = {}  # block name -> module name, which takes no dots
+
+    def holders(self) -> tuple[tuple[str, Holder], ...]:
+        """The holder of each block, by the block's name."""
+        return tuple((name, self.block(name)) for name in self._keys)
 
     def block(self, name: str) -> Holder:
         """The holder of the block called `name`, made at the first call."""
-        key = name.replace(".", "/")
+        key = self._keys.setdefault(name, f"b{len(self._keys)}")
         if key not in self.blocks:
             self.blocks[key] = Holder()
         found = self.blocks[key]
@@ -141,7 +151,22 @@ def _block_function(step: Step) -> Function:
         if code.recompute == "none" or not torch.is_grad_enabled():
             outputs = step.compiled(*args)
         else:
-            outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+            # No early stop: what is repeated, collectives included, has to follow from the program alone.
+            context_fn = _save_products if code.recompute == "selective" else noop_context_fn
+            outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False, early_stop=False, context_fn=context_fn)
         return dict(zip(code.outputs, outputs, strict=True))
 
     return run
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_scaled_dot_product")
+
+
+def _save_products() -> Any:
+    """Selective recomputation (Korthikanti et al. 2022): matrix products and attention are kept, what is cheap is repeated."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op).removeprefix("aten.").split(".")[0]
+        return CheckpointPolicy.MUST_SAVE if str(op).startswith("aten.") and name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -136,6 +136,13 @@ class Storage:
         assert isinstance(root, FSDPModule)
         root.set_is_last_backward(is_last)
 
+    def check_readers(self, stage: StageCode) -> None:
+        """Raise ValueError where a block would read what another block holds."""
+        held = {name: block for block, holder in self.module.holders() for name in holder.names()}
+        for name, blocks in users(stage).items():
+            if name in held and any(block != held[name] for block in blocks):
+                raise ValueError(f"stage {stage.index}: {name!r} is held by block {held[name]!r}, but the program reads it in {', '.join(blocks)}")
+
     def finish_backward(self) -> None:
         """Reduce what split backward passes have gathered in the weights' gradients.
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from runtime.executor import Executor
 from runtime.mesh import build_mesh
+from runtime.paced import pace
 from runtime.traffic import traffic
 from tests.dist.launch import run_ranks
 from tests.dist.programs import Model, Setup, build, make_batch
@@ -54,6 +57,7 @@ SETUPS = [
     Setup(dp=2, zero=1, num_micro_batches=3, num_rows=10),
     Setup(dp=2, zero=2, num_micro_batches=3, num_rows=10),
     Setup(dp=2, zero=3, recompute="full", num_frozen=2),
+    Setup(tp=2, recompute="selective"),
     Setup(pp=2, schedule="gpipe"),
     Setup(tp=2),
     Setup(pp=2, dp=2),
@@ -127,6 +131,11 @@ def _trained(setup: Setup) -> dict[str, float]:
         for layer in model.layers:
             h = layer(h)
         errors[name] = float((found - torch.nn.functional.linear(h + h0, model.embed)).norm()) / 10
+    fewer = Setup(**{**setup.__dict__, "num_rows": setup.num_rows - 2})
+    executor.rebind(build(fewer, executor.mesh.axis("pp").index))
+    small = make_batch(fewer.num_rows)
+    errors["rebound"] = abs(executor.step(small).item() / model(**small).item() - 1)
+    executor.rebind(build(setup, executor.mesh.axis("pp").index))
     executor.load_full_state_dict(Model(setup.num_layers, dtype=torch.float64).state_dict().get)
     errors["loaded"] = abs(executor.evaluate(batch).item() / Model(setup.num_layers)(**batch).item() - 1)
     return errors
@@ -146,3 +155,22 @@ def test_training_equals_the_plain_model():
     for rank, results in enumerate(run_ranks(_train, 4, TRAINED, timeout_s=200)):
         for setup, errors in zip(TRAINED, results, strict=True):
             assert max(errors.values()) < 1e-9, (rank, setup, errors)
+
+
+def _paced(setup: Setup, durations_s: dict[tuple[str, int], float]) -> float:
+    executor, _ = make_executor(setup)
+    pace(executor, durations_s)
+    executor.step(make_batch(setup.num_rows))
+    dist.barrier()
+    start_s = time.perf_counter()
+    executor.step(make_batch(setup.num_rows))
+    return time.perf_counter() - start_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_a_paced_pipeline_takes_the_time_of_its_schedule(schedule: str):
+    p, m, unit_s = 4, 8, 0.05
+    durations_s = {(kind, stage): unit_s * (2 if kind == "B" else 1) for kind in ("F", "B", "BI", "BW") for stage in range(p)}
+    took_s = max(run_ranks(_paced, p, Setup(pp=p, num_micro_batches=m, schedule=schedule), durations_s))
+    busy_s, ideal_s = 3 * m * unit_s, 3 * (m + (p - 1)) * unit_s
+    assert busy_s < took_s < 1.6 * ideal_s
