@@ -71,10 +71,9 @@ class Pricer:
         return total
 
     def seconds(self, device_s: float, kernels: int, rank: int) -> float:
-        """Launches run ahead of the device, but for a share where ranks wait for each other in every layer."""
-        host_s = kernels * self.calibration.device(self.run.cluster.device(rank).name).launch_s * self.stack.launch_factor
-        serial = self.stack.serial_share if self.run.tp > 1 else 0.0
-        return max(device_s, host_s) + serial * min(device_s, host_s)
+        """Launches run ahead of the device."""
+        constants = self.calibration.device(self.run.cluster.device(rank).name)
+        return max(device_s, kernels * constants.launch_s * self.stack.launch_factor)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
         return collective_s(Collective(kind, int(num_bytes), group), self.run.cluster, self.calibration)

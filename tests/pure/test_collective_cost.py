@@ -11,7 +11,7 @@ from costmodel.cluster import Cluster, Device, NodeGroup, Tier
 from costmodel.collective import collective_s
 from costmodel.opkey import Collective, CollectiveKind, RankGroup
 
-PLAIN = Calibration({"default": DeviceConstants()}, {"default": LinkConstants(1.0, 0.0)}, {"default": StackConstants()}, {})
+PLAIN = Calibration({"default": DeviceConstants()}, {"default": LinkConstants(efficiency=1.0, base_s=0.0)}, {"default": StackConstants()}, {})
 MB = 10**6
 
 

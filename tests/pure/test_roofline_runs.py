@@ -1,0 +1,110 @@
+"""Published runs as runs of ours: what is read from a row, what is assumed, what the formulas must do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.accuracy.calibrate import Sample, fit
+from benchmarks.accuracy.footprint import fits, footprint, saved_bytes, settled
+from benchmarks.accuracy.predict import predict, seconds
+from benchmarks.accuracy.record import UnsupportedRowError, run_of
+from benchmarks.accuracy.score import score
+from benchmarks.accuracy.step import overlapped_s, step_time
+from costmodel.calibration import load, priors
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A plain run of a 3.6 B GPT on 64 A100; changes are merged into its plan, model or cluster by key."""
+    base: dict[str, Any] = {
+        "source": "Megatron-LM",
+        "row_id": "r",
+        "model": {"name": "gpt", "layers": 32, "hidden": 3072, "heads": 32, "kv_heads": 32, "ffn": 12288, "seq_len": 2048, "vocab": 50257},
+        "cluster": {"gpu": "A100-SXM-80GB", "n_gpus": 64, "gpus_per_node": 8, "intra_bw_GBps": 300, "inter_bw_GBps": 200},
+        "plan": {"tp": 8, "pp": 2, "dp": 4, "cp": 1, "ep": 1, "vpp": 1, "micro_batch": 2, "global_batch": 64, "recompute": "full", "zero_stage": 1},
+        "precision": "fp16",
+        "measured": {"iteration_s": 1.0},
+        "missing": [],
+    }
+    for key, value in changes.items():
+        place = next((part for part in ("plan", "model", "cluster") if key in base[part]), None)
+        (base[place] if place else base)[key] = value
+    return base
+
+
+def time_of(**changes: Any) -> float:
+    return step_time(settled(run_of(row(**changes)), load()), load()).total_s
+
+
+def test_a_row_becomes_a_run_on_a_cluster_with_its_links() -> None:
+    run = run_of(row(inter_bw_GBps=50))
+    assert (run.tp, run.pp, run.dp, run.num_micro) == (8, 2, 4, 8)
+    nvlink, network = run.cluster.groups[0].tiers
+    assert nvlink.bandwidth_bytes_per_s == 300e9
+    assert (network.shared_by, network.bandwidth_bytes_per_s) == (2, 12.5e9)
+    assert [stage.layers for stage in run.stages] == [16, 16]
+
+
+def test_keys_that_a_source_does_not_state_get_the_documented_default() -> None:
+    run = run_of(row(micro_batch=None, vpp=None, zero_stage=None, recompute=None))
+    assert (run.num_micro, run.vpp, run.zero) == (2, 2, 0)
+    assert settled(run, load()).recompute == "none"
+    crowded = run_of(row(recompute=None, global_batch=64 * 64, micro_batch=64))
+    assert settled(crowded, load()).recompute == "full"
+
+
+def test_what_cannot_be_expressed_is_said_and_not_guessed() -> None:
+    with pytest.raises(UnsupportedRowError, match="expert"):
+        run_of(row(ep=8))
+    assert "TPU-v4" in predict(row(gpu="TPU-v4"), load())["unsupported"]
+
+
+def test_recomputation_costs_a_third_more_and_saves_memory() -> None:
+    assert 1.2 < time_of(recompute="full") / time_of(recompute="none") < 1.4
+    free, full = (footprint(run_of(row(recompute=r)), load()).activations for r in ("none", "full"))
+    assert full < free / 3
+
+
+def test_tensor_parallelism_across_nodes_is_a_disaster() -> None:
+    assert time_of(tp=16, pp=1, dp=4) > 1.5 * time_of(tp=8, pp=2, dp=4)
+
+
+def test_more_micro_batches_shrink_the_bubble() -> None:
+    few, many = time_of(pp=8, dp=1, global_batch=16), time_of(pp=8, dp=1, global_batch=128)
+    assert many < 0.75 * 8 * few
+
+
+def test_a_saved_layer_follows_korthikanti() -> None:
+    run = replace(run_of(row(tp=1)), micro_batch=1)
+    s, h, a = 2048, 3072, 32
+    assert saved_bytes(run, flash=False) == pytest.approx(s * h * (34 + 5 * a * s / h))
+
+
+def test_traffic_hides_to_its_share_and_slows_what_it_hides_behind() -> None:
+    assert overlapped_s(10, 4, 0.0, 1.2) == 14
+    assert overlapped_s(10, 4, 1.0, 1.0) == 10
+    assert overlapped_s(10, 4, 1.0, 1.2) == pytest.approx(10.8)
+    assert overlapped_s(1, 4, 1.0, 1.2) == pytest.approx(4)
+
+
+def test_a_fit_recovers_the_constant_that_made_the_data() -> None:
+    start = priors()
+    chip = replace(start.devices["A100"], gemm_ceiling=0.6)
+    truth = replace(start, devices={**start.devices, "A100": chip})
+    runs = [run_of(row(micro_batch=m, row_id=str(m))) for m in (4, 8)]
+    fitted = fit([Sample("s", run, seconds(run, truth)) for run in runs], start, seconds, pull=0.0)
+    assert all(seconds(run, fitted) == pytest.approx(seconds(run, truth), rel=0.03) for run in runs)
+
+
+def test_the_score_counts_missing_rows_as_wrong_and_pairs_by_order() -> None:
+    rows = [row(row_id=str(t), tp=tp) | {"measured": {"iteration_s": t}} for t, tp in ((1.0, 8), (2.0, 4), (3.0, 2))]
+    found = score(rows, {"1.0": {"iteration_s": 1.1, "fits": True}, "2.0": {"iteration_s": 1.0, "fits": False}})
+    assert found.time_mape == pytest.approx((0.1 + 0.5 + 1.0) / 3)
+    assert (found.num_pairs, found.ordered, found.refused) == (1, 0.0, 1)
+
+
+def test_a_run_that_is_too_large_does_not_fit() -> None:
+    assert fits(run_of(row()), load())
+    assert not fits(run_of(row(tp=1, pp=1, dp=64, recompute="none", micro_batch=16, global_batch=1024)), load())
