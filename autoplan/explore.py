@@ -39,7 +39,7 @@ from autoplan.graph import Graph, options
 from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group, bytes_of
 from autoplan.problem import Price
-from autoplan.simulate import Durations, Step, durations, received_bytes, replay, stage_memory
+from autoplan.simulate import Durations, Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster
@@ -144,7 +144,7 @@ class Searcher:
                 heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
                 continue
             outcome.worked_out.add(shape)
-            for result in self._work_out(shape, outcome.space.storings):
+            for result in self._work_out(shape, outcome.space.storings, best_s):
                 (outcome.fitting if result.fits else outcome.too_large).append(result)
                 if result.fits:
                     best_s = min(best_s, result.step_s)
@@ -289,7 +289,7 @@ class Searcher:
             self.overlap,
         )  # fmt: skip
 
-    def _work_out(self, shape: Shape, storings: tuple[Storing, ...]) -> list[Result]:
+    def _work_out(self, shape: Shape, storings: tuple[Storing, ...], best_s: float = float("inf")) -> list[Result]:
         if shape.dp == 1 and self.task.constraints.zero is None and self.task.constraints.zero_group is None:
             storings = tuple(s for s in storings if s.zero == 0)
         chooser, price = self._chooser(shape), self._price(shape)
@@ -300,7 +300,7 @@ class Searcher:
                 if chosen is not None and level:
                     chosen = chooser.choose(boundary, self._lean(chosen, price, level))
                 if chosen is not None:
-                    results += self._store(shape, chosen, chooser, storings)
+                    results += self._store(shape, chosen, chooser, storings, best_s)
             if any(result.fits for result in results) or shape.tp == 1:
                 break
         return results
@@ -311,17 +311,17 @@ class Searcher:
         weight = level * seconds / max(1, kept)
         return Price(price.num_micro_batches, price.per_parameter_byte_s + weight, weight)
 
-    def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, storings: tuple[Storing, ...]) -> list[Result]:
+    def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, storings: tuple[Storing, ...], best_s: float) -> list[Result]:
         found: list[Result] = []
         for storing in sorted(storings, key=lambda s: (s.recompute != "none", s.zero)):
             if any(r.fits and _dominates(r.storing, storing) for r in found):
                 continue
-            result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes))
+            result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes), best_s)
             if result is not None:
                 found.append(result)
         return found
 
-    def _cut(self, shape: Shape, storing: Storing, work: Work) -> Result | None:
+    def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result | None:
         step = self.step(shape, storing)
         numbers, layers = self.outline.blocks, self.task.constraints.stage_layers
         if layers is not None:
@@ -339,11 +339,11 @@ class Searcher:
         starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.task.graph.blocks))
         loads = work.stage_loads(starts)
         times = tuple(durations(load, step, self.pricer) for load in loads)
-        line = replay(loads, times, step, self.pricer)
-        step_s = max(end + t.tail_s for end, t in zip(line.end_s, times, strict=True))
-        memories = [stage_memory(load, step, line.held[load.index], received_bytes(loads, load.index)) for load in loads]
+        memories = [stage_memory(load, step, held(step, load.index), received_bytes(loads, load.index)) for load in loads]
         fullest = max(range(len(memories)), key=lambda j: memories[j].total)
-        idle_s = max(step_s - busy - t.tail_s for busy, t in zip(line.busy_s, times, strict=True))
+        step_s, idle_s = least_step(times, step)
+        if memories[fullest].total <= self.limit_bytes and step_s < best_s:  # else the bound tells enough
+            step_s, idle_s = step_seconds(loads, times, step, self.pricer)
         return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.forecast import CollectiveUse, Event, Forecast, Memory, StageForecast
 from autoplan.graph import Graph
@@ -228,6 +228,44 @@ def _held(plan: tuple[tuple[Action, ...], ...], num_stages: int) -> tuple[int, .
             now[action.stage] += 1 if action.kind == "F" else -1
             most[action.stage] = max(most[action.stage], now[action.stage])
     return tuple(most)
+
+
+def held(step: Step, stage: int) -> int:
+    """The most micro-batches that a stage holds at once, one stage a rank."""
+    m = step.num_micro_batches
+    return min(len(step.stage_ranks) - stage, m) if step.schedule == "1f1b" else m
+
+
+def least_step(times: tuple[Durations, ...], step: Step) -> tuple[float, float]:
+    """(least seconds of a step, of them idle on its slowest stage): the wait for the first micro-batch and all own work."""
+    m, wait_s = step.num_micro_batches, 0.0
+    best = (0.0, 0.0)
+    for time in times:
+        own_s = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s) + time.tail_s
+        best = max(best, (wait_s + own_s, wait_s))
+        wait_s += time.first_forward_s
+    return best
+
+
+def step_seconds(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
+    """(seconds of a step, of them idle on the rank that idles most), by replay.
+
+    Once a pipeline is full every further micro-batch takes as long as the one before, so of a long step only 3 n and 4 n
+    micro-batches are played (n stages) and the rest follows by proportion.
+    """
+    n, m = len(loads), step.num_micro_batches
+    if m <= 4 * n + 8:
+        return _played(loads, times, step, pricer)
+    short, longer = (replace(step, num_micro_batches=count) for count in (3 * n + 4, 4 * n + 8))
+    (a_s, a_idle_s), (b_s, b_idle_s) = (_played(loads, times, part, pricer) for part in (short, longer))
+    rest = (m - longer.num_micro_batches) / (longer.num_micro_batches - short.num_micro_batches)
+    return b_s + rest * (b_s - a_s), b_idle_s + rest * max(0.0, b_idle_s - a_idle_s)
+
+
+def _played(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
+    line = replay(loads, times, step, pricer)
+    step_s = max(end + time.tail_s for end, time in zip(line.end_s, times, strict=True))
+    return step_s, max(step_s - busy - time.tail_s for busy, time in zip(line.busy_s, times, strict=True))
 
 
 def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) -> Memory:

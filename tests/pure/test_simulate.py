@@ -11,7 +11,7 @@ from autoplan.load import Pass, Send, StageLoad
 from autoplan.lower import lower
 from autoplan.price import Pricer
 from autoplan.search import forecast_of, plan_of
-from autoplan.simulate import Step, durations, forecast, replay, stage_memory
+from autoplan.simulate import Step, durations, forecast, held, least_step, replay, stage_memory, step_seconds
 from costmodel.cluster import Cluster
 
 
@@ -49,6 +49,17 @@ def test_1f1b_holds_what_its_order_says_and_gpipe_everything() -> None:
     assert played(loads, step(4, 8, "1f1b")).held == (4, 3, 2, 1)
     assert played(loads, step(4, 8, "gpipe")).held == (8, 8, 8, 8)
     assert played(loads, step(4, 2, "1f1b")).held == (2, 2, 2, 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_long_step_follows_from_its_beginning(schedule: str) -> None:
+    loads = tuple(load(j, 1.0 + 0.3 * (j == 2), 2.0, j == 3, num_bytes=10**9) for j in range(4))
+    how, pricer = step(4, 100, schedule), Pricer(FlatPrices(), None)
+    times = tuple(durations(one, how, pricer) for one in loads)
+    line = replay(loads, times, how, pricer)
+    assert step_seconds(loads, times, how, pricer)[0] == pytest.approx(max(line.end_s) + times[0].tail_s, rel=1e-6)
+    assert least_step(times, how)[0] <= max(line.end_s) + times[0].tail_s
+    assert tuple(held(how, j) for j in range(4)) == line.held
 
 
 def test_transfers_delay_the_next_stage() -> None:
