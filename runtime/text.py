@@ -171,7 +171,7 @@ def _instr(i: Instr) -> str:
 def _comment(i: Instr, found: Flow | None, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> str:
     if not i.target.startswith("runtime."):
         return ""
-    uses = [("forward", use) for use in forward_uses(i, {**specs, **{o.name: o.spec for o in i.outputs if o.spec}}, sizes)] if specs else []
+    uses = [("forward", use) for use in forward_uses(i, {**specs, **{o.name: o.spec for o in i.outputs if o.spec}}, sizes)]
     if found is not None and gradient_passes(i, found):
         uses += [("backward", use) for use in backward_uses(i, specs, sizes)]
     told = ", ".join(f"{phase} {use.kind} over {use.axis} {use.num_bytes} bytes" for phase, use in uses)

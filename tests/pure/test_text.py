@@ -56,6 +56,7 @@ def test_backward_collectives_schedule_and_fsdp_are_told():
     assert "= runtime.vary(" not in next(line for line in told.splitlines() if "runtime.vary" in line).split("#")[1]
     assert "# backward all_reduce over tp 288 bytes" in told
     assert "# forward all_reduce over tp 288 bytes" in told
+    assert "# forward all_reduce over dp 8 bytes" in text(build(Setup(dp=2), 0))
     assert "# actions of pp 0: F0.0 F0.1 B0.0 B0.1" in told
     assert "fsdp layers.0: reduce_scatter over dp" in told
     assert "gradient of %layers.0.gain summed over tp" in told
