@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "capture": "autoplan.capture",
+    "capture": "autoplan.frontend",
     "find_plan": "autoplan.api",
     "parallelize": "autoplan.parallel",
     "ParallelModel": "autoplan.parallel",

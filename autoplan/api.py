@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from autoplan.capture import capture
 from autoplan.constraints import Constraints
 from autoplan.errors import ClusterError
+from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.plan import Plan
 from costmodel.analytic import AnalyticPrices

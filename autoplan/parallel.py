@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
-from autoplan.capture import capture
 from autoplan.constraints import Constraints
-from autoplan.errors import AutoplanError, StalePlanError, UnsupportedOpError, UsageError
+from autoplan.errors import AutoplanError, UnsupportedOpError, UsageError
 from autoplan.evaluation import evaluation_graph
 from autoplan.example import example_batch
 from autoplan.forecast import Measured
+from autoplan.frontend import capture
 from autoplan.graph import Graph
-from autoplan.lower import deal_rows, lower, row_shares
+from autoplan.lower import lower, row_shares
 from autoplan.plan import Plan
+from autoplan.retarget import check_plan, retarget
+from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder
 from costmodel.cluster import Cluster
@@ -100,7 +102,7 @@ class ParallelModel:
         self._plan: Plan | None = None
         self._executor: Executor | None = None
         self._graphs: OrderedDict[str, tuple[Graph, Plan]] = OrderedDict()
-        self._programs: dict[tuple[str, int, str], Program] = {}
+        self._programs: dict[tuple[str, str], Program] = {}
 
     def prepare(self, batch: Batch) -> None:
         """Capture, plan and place the model's tensors for batches like `batch`. Done once; later calls change nothing."""
@@ -110,7 +112,7 @@ class ParallelModel:
         plan = self._planned(graph)
         check_plan(plan, graph, _world_size())
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device)
-        self._graphs[_shape_key(batch)] = (graph, plan)
+        self._graphs[shape_key(batch, plan.global_batch)] = (graph, plan)
         self._plan = plan
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = _dense_source(self._model, graph)
@@ -138,22 +140,22 @@ class ParallelModel:
 
     def _program(self, batch: Batch, rows: int, kind: str, mesh: Mesh) -> Program:
         """The program of this rank for a batch of `rows` rows; captures again for inputs of another shape."""
-        key = _shape_key(batch)
+        key = shape_key(batch, rows)
         if key not in self._graphs:
-            self._capture_again(batch, key)
-        if (key, rows, kind) not in self._programs:
+            self._capture_again(with_rows(batch, rows), key)
+        if (key, kind) not in self._programs:
             graph, plan = self._graphs[key]
             if kind != "train":
                 graph = evaluation_graph(graph)
             programs = lower(plan, graph, rows, data_rank=mesh.axis("dp").index, outputs=kind != "train")
-            self._programs[(key, rows, kind)] = programs[mesh.axis("pp").index]
-        return self._programs[(key, rows, kind)]
+            self._programs[(key, kind)] = programs[mesh.axis("pp").index]
+        return self._programs[(key, kind)]
 
     def _capture_again(self, batch: Batch, key: str) -> None:
-        """Capture inputs of another shape and carry the plan's decisions over: same operators, other sizes."""
-        assert self._plan is not None
+        """Capture inputs of another shape and carry the plan's decisions over: same operators, other sizes. Numbers that the model
+        computes from its sizes (a mean written as sum / x.shape[0]) are right only for the shape that they were captured with."""
         first_graph, plan = next(iter(self._graphs.values()))
-        graph = capture(self._model, batch, self._settings.loss_fn)
+        graph = capture(self._model, batch, self._settings.loss_fn, check=False)
         self._graphs[key] = (graph, retarget(plan, first_graph, graph))
         if len(self._graphs) > _MAX_SHAPES:
             oldest = list(self._graphs)[1]
@@ -311,62 +313,6 @@ class ParallelModel:
         return Share(pytree.tree_map(cut, batch), start, total)
 
 
-def num_rows(batch: Batch) -> int:
-    """Rows of a global batch: the common first dimension of its tensors. Raises UsageError where they differ."""
-    sizes = {str(path): leaf.shape[0] for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
-    rows = max(sizes.values(), default=0)
-    wrong = {path: size for path, size in sizes.items() if size not in (rows, 1)}
-    if rows == 0 or wrong:
-        raise UsageError(f"the tensors of a batch must have equally many rows (dimension 0), found {sizes}: cut them to the same number.")
-    return rows
-
-
-def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
-    """Raises StalePlanError unless `plan` was made for this graph and number of ranks."""
-    if plan.model_fingerprint != graph.fingerprint:
-        raise StalePlanError(
-            f"the plan was made for {plan.model} (fingerprint {plan.model_fingerprint}), this model is {graph.name} ({graph.fingerprint}): "
-            "plan again for it, with a batch of this shape."
-        )
-    ranks = 1
-    for _, size in plan.axes:
-        ranks *= size
-    if ranks != world_size:
-        text = " x ".join(f"{axis}={size}" for axis, size in plan.axes)
-        raise StalePlanError(f"the plan is for {ranks} ranks ({text}), this job has {world_size}: start {ranks} ranks, or plan again for {world_size}.")
-
-
-def retarget(plan: Plan, old: Graph, new: Graph) -> Plan:
-    """`plan` for the same model captured at other input shapes. Raises UsageError where the operators differ."""
-    same = len(old.blocks) == len(new.blocks) and [op.instr.target for op in old.ops] == [op.instr.target for op in new.ops]
-    if not same:
-        raise UsageError(
-            "the model runs other operators for inputs of this shape than for those that it was planned for: plan again with a batch of this shape."
-        )
-    decided = {block.pattern: block for block in plan.blocks}
-    names = {before.name: after.name for before, after in zip(old.ops, new.ops, strict=True)}
-    blocks: dict[str, Any] = {}
-    for before, after in zip(old.blocks, new.blocks, strict=True):
-        if before.pattern in decided and after.pattern not in blocks:
-            found = decided[before.pattern]
-            first = next(block for block in old.blocks if block.pattern == before.pattern)
-            shift = before.start - first.start
-            spelled = {names[old.ops[old_index(old, name) + shift].name]: label for name, label in found.splits.items()}
-            blocks[after.pattern] = replace(found, pattern=after.pattern, example=after.name, splits=spelled)
-    return replace(plan, blocks=tuple(blocks.values()), model_fingerprint=new.fingerprint)
-
-
-def old_index(graph: Graph, op_name: str) -> int:
-    return graph.producer[op_name]
-
-
-def _shape_key(batch: Batch) -> str:
-    """Everything about a batch that its capture depends on, except the number of rows."""
-    leaves, spec = pytree.tree_flatten(batch)
-    parts = [f"{tuple(x.shape[1:])}{x.dtype}{x.shape[0] == 1 if x.dim() else ''}" if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-    return f"{spec}|{'|'.join(parts)}"
-
-
 def _dense_source(model: torch.nn.Module, graph: Graph) -> Any:
     """A function from a tensor's own name to the dense tensor."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -380,6 +326,3 @@ def _dense_source(model: torch.nn.Module, graph: Graph) -> Any:
         return found
 
     return dense
-
-
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "ParallelModel", "Share", "check_plan", "deal_rows", "num_rows", "parallelize", "retarget"]

@@ -14,7 +14,7 @@ from autoplan.api import find_plan
 from autoplan.commands.console import note, say, working
 from autoplan.commands.listing import table
 from autoplan.constraints import Constraints
-from autoplan.errors import UsageError
+from autoplan.errors import InfeasibleError, UsageError
 from autoplan.explain import degrees
 from autoplan.launch import run_ranks
 from autoplan.modelsource import BatchSizes, Source, load
@@ -57,7 +57,7 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
         rows = 2 * (constraints.dp or ranks) * (constraints.pp or 1)
         small = shrunk(source, tp=constraints.tp or ranks, pp=constraints.pp or 1, rows=rows)
     with working("planning"):
-        plan = find_plan(small.model, small.batch, f"cpu:1x{used}", constraints)
+        plan = _planned(small, used, constraints, must=wanted is not None)
     if wanted is not None and wanted.axes != plan.axes:
         note(f"the plan's degrees, {degrees(wanted)}, were reduced to fit {ranks} ranks")
     with working(f"running {used} ranks and one process"):
@@ -73,6 +73,16 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
     return 0 if outcome.passed else 1
 
 
+def _planned(small: Source, ranks: int, constraints: Constraints, *, must: bool) -> Plan:
+    """The plan under `constraints`; where they are only a wish and cannot be had, the best plan of all."""
+    try:
+        return find_plan(small.model, small.batch, f"cpu:1x{ranks}", constraints)
+    except InfeasibleError:
+        if must:
+            raise
+        return find_plan(small.model, small.batch, f"cpu:1x{ranks}")
+
+
 def compare(source: Source, plan: Plan, ranks: int) -> Outcome:
     """Loss and every gradient of one step under `plan` and in this process."""
     loss, grads = run_ranks(_step, ranks, source.model, source.batch, dumps(plan), timeout_s=_TIMEOUT_S)[0]
@@ -85,9 +95,14 @@ def compare(source: Source, plan: Plan, ranks: int) -> Outcome:
 
 
 def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
-    """The plan's degrees, reduced axis by axis (never to 1 while another is larger) until they fit."""
+    """The plan's degrees, the largest reduced until all fit. Without a plan: degrees that use every axis they can."""
     if wanted is None:
-        return Constraints(), ranks
+        sizes, left = {"tp": 1, "pp": 1, "dp": 1}, ranks
+        while left > 1:
+            factor = next(f for f in range(2, left + 1) if left % f == 0)
+            sizes[min(sizes, key=lambda axis: sizes[axis])] *= factor
+            left //= factor
+        return Constraints(**sizes), ranks
     sizes = {axis: wanted.degree(axis) for axis in ("tp", "pp", "dp")}
     while math.prod(sizes.values()) > ranks:
         largest = max(sizes, key=lambda axis: sizes[axis])
@@ -111,10 +126,10 @@ def _plain_step(source: Source) -> tuple[float, dict[str, torch.Tensor]]:
     loss.backward()
     grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return float(loss), grads
+    return float(loss.detach()), grads
 
 
 def _step(model: torch.nn.Module, batch: Any, plan: str) -> tuple[float, dict[str, torch.Tensor]]:
     parallel = parallelize(model, batch, plan=loads(plan))
     loss = parallel.forward_backward(batch)
-    return float(loss), parallel.full_grads()
+    return float(loss.detach()), parallel.full_grads()

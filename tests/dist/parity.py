@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoplan
-from autoplan.capture import capture
+from autoplan.frontend import capture
 from autoplan.plan import Plan
 from runtime.traffic import traffic
 from tests.plans import manual_plan, random_splits

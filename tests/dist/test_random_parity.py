@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import autoplan
 import autoplan.parallel
-from autoplan.capture import capture
+from autoplan.frontend import capture
 from runtime.executor import Executor
 from tests.dist.launch import run_ranks
 from tests.plans import manual_plan, random_splits

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.capture import capture
 from autoplan.capture_check import leaves_of, run_graph
+from autoplan.frontend import capture
 from autoplan.graph import Graph
 
 CPU = torch.device("cpu")

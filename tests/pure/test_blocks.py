@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoplan.blocks import cut_points
-from autoplan.capture import capture
+from autoplan.frontend import capture
 from autoplan.graph import Graph
 from tests.zoo import ROWS, ZOO, gpt2, llama
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.canonical.attention import is_causal_mask
-from autoplan.capture import capture
+from autoplan.frontend import capture
 from autoplan.graph import Graph
 from tests.pure.captured import assert_captures, differences, targets
 from tests.zoo import ZOO

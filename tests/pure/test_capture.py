@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.capture import capture
 from autoplan.errors import CaptureError
+from autoplan.frontend import capture
 from tests.pure.captured import assert_captures, in_double, targets
 from tests.zoo import ZOO
 
@@ -400,7 +400,7 @@ def test_a_wrong_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_graph_is_the_same_in_every_process() -> None:
     code = (
-        "import torch; from tests.zoo import ZOO; from autoplan.capture import capture; torch.set_num_threads(1);"
+        "import torch; from tests.zoo import ZOO; from autoplan.frontend import capture; torch.set_num_threads(1);"
         "g = capture(*ZOO['llama'](), check=False); print(g.fingerprint, [b.pattern for b in g.blocks], g.factor_sizes)"
     )
     root = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.batchaxis import batch_split
-from autoplan.capture import capture
 from autoplan.factors import Atoms, annotate, unknown_ops
+from autoplan.frontend import capture
 from autoplan.graph import Graph, Op, Value
 from autoplan.layout import Split
 from runtime.instr import Instr, Output, Ref, TensorSpec

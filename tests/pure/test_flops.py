@@ -10,9 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoplan.capture import capture
 from autoplan.capture_check import leaves_of
 from autoplan.flops import flops
+from autoplan.frontend import capture
 from autoplan.graph import Graph, Op
 from autoplan.saved import saved
 from runtime.call import run, spec_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autoplan.capture import capture
+from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.shardsim import ProofRow, prove_batch_axis, prove_graph
 from tests.zoo import ZOO, Built, bert, gpt2, llama

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoplan
-from autoplan.capture import capture
+from autoplan.frontend import capture
 from autoplan.rules.registry import DEFAULT
 
 
