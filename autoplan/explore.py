@@ -39,7 +39,7 @@ from autoplan.graph import Graph, options
 from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group, bytes_of
 from autoplan.problem import Price
-from autoplan.simulate import Durations, Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
+from autoplan.replay import Durations, Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster

@@ -19,7 +19,7 @@ from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.price import LocalGraph, axis_group
 from autoplan.problem import BlockPoint, Use
-from autoplan.simulate import Step
+from autoplan.replay import Step
 from costmodel.memory import Widths
 
 

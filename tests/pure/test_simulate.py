@@ -10,8 +10,9 @@ from autoplan.explore import Searcher, Task
 from autoplan.load import Pass, Send, StageLoad
 from autoplan.lower import lower
 from autoplan.price import Pricer
+from autoplan.replay import Step, durations, held, least_step, replay, stage_memory, step_seconds
 from autoplan.search import forecast_of, plan_of
-from autoplan.simulate import Step, durations, forecast, held, least_step, replay, stage_memory, step_seconds
+from autoplan.simulate import forecast
 from costmodel.cluster import Cluster
 
 

@@ -1,0 +1,285 @@
+"""Replay: the time and memory of a step, event by event.
+
+Input are the loads of the stages (autoplan/load.py) and the schedule that the executor reads too (runtime/schedule.py). Every
+pipeline rank runs its actions in order; an action starts when the rank is free and what it needs has arrived:
+
+    start(F s,k)  = max(free(rank), arrival of every value sent to s for k)
+    start(B s,k)  = max(free(rank), arrival of every gradient from the stages that s sent to)
+    arrival       = max(end of the action, channel free) + send(bytes); one channel for each pair of ranks and direction
+
+Seconds of an action: operators and tensor collectives in turn; recomputation before the backward pass. Under ZeRO, FSDP2 moves
+parameters on a stream of its own, one unit ahead: with G the seconds to gather all units, R to reduce-scatter all gradients,
+g and r those of the largest unit,
+
+    gathered forward   = g + max(F, G)                              ZeRO-1, -2: micro-batch 0;  ZeRO-3: every one
+    reduced backward   = max(B, R) + r                              ZeRO-1: the last;  ZeRO-2: every one
+    ZeRO-3 backward    = g + max(B, G + R) + r                      on CPUs, which do both: the sums instead
+
+After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets), "tp" (deferred) and tied stages, the optimizer. The step
+ends with the slowest rank. Memory of a rank = states at rest (costmodel/memory.py) + saved activations x micro-batches held, as
+the schedule's own order shows, + transient + buffers + communication buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoplan.forecast import Memory
+from autoplan.load import BUCKET_BYTES, StageLoad
+from autoplan.price import Pricer, axis_group
+from costmodel.memory import Widths, states, widths
+from costmodel.opkey import RankGroup
+from runtime.schedule import Action, schedule
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is the same for all stages of a step."""
+
+    axes: tuple[tuple[str, int], ...]
+    schedule: str
+    num_micro_batches: int
+    zero: int
+    zero_group: int | None
+    optimizer: str
+    precision: str | None
+    stage_ranks: tuple[int, ...]
+    overlap: bool = True  # transfers run beside compute (GPU copy engines); False on CPUs, whose cores do both
+
+    def degree(self, axis: str) -> int:
+        return dict(self.axes).get(axis, 1)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share states."""
+        return (self.zero_group or self.degree("dp")) if self.zero else 1
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of a stage's actions, and of what follows them."""
+
+    forward_s: float
+    first_forward_s: float
+    backward_s: float
+    last_backward_s: float
+    tail: tuple[tuple[str, str, float], ...]  # (name, stream, seconds)
+
+    def of(self, action: Action, num_micro_batches: int) -> float:
+        if action.kind == "F":
+            return self.first_forward_s if action.micro_batch == 0 else self.forward_s
+        return self.last_backward_s if action.micro_batch == num_micro_batches - 1 else self.backward_s
+
+    @property
+    def tail_s(self) -> float:
+        return sum(seconds for _, _, seconds in self.tail)
+
+
+def stage_widths(load: StageLoad, step: Step) -> Widths:
+    return widths(step.precision, step.optimizer, load.parameter_width)
+
+
+def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
+    """Seconds of the actions of one stage: the module's formulas."""
+    width = stage_widths(load, step)
+    forward_s = load.forward.seconds
+    backward_s = load.backward.seconds + load.recompute.seconds
+    first_s, last_s = forward_s + load.preamble_s, backward_s
+    dp = step.degree("dp")
+    group = axis_group(step.axes, "dp")
+    shards = RankGroup(step.shards, group.stride, 0, group.concurrent)
+    trained = load.trained_elements
+    tail: list[tuple[str, str, float]] = []
+    if step.zero and step.shards > 1:
+        share = trained / max(1, load.parameter_elements)
+        gathers = [pricer.collective("all_gather", unit * width.parameter, shards) for unit in load.units]
+        scatters = [pricer.collective("reduce_scatter", int(unit * share) * width.gradient, shards) for unit in load.units]
+        g_all, r_all, g, r = sum(gathers), sum(scatters), max(gathers, default=0.0), max(scatters, default=0.0)
+        first_s = _beside(step, first_s, g_all, g)
+        last_s = _beside(step, backward_s, r_all, r)
+        if step.zero >= 2:
+            backward_s = last_s
+        if step.zero == 3:
+            forward_s = _beside(step, forward_s, g_all, g)
+            backward_s = last_s = _beside(step, load.backward.seconds + load.recompute.seconds, g_all + r_all, g + r)
+        if step.shards < dp:
+            replicas = RankGroup(dp // step.shards, group.stride * step.shards, 0, group.concurrent * step.shards)
+            tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
+    elif dp > 1:
+        tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group)))
+    for axis in dict.fromkeys(axis for axis, _ in load.deferred):
+        total = sum(size for name, size in load.deferred if name == axis)
+        tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis))))
+    if load.tied_bytes and len(step.stage_ranks) > 1:
+        tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp"))))
+    tail.append(("optimizer", "compute", pricer.prices.optimizer_s(-(-trained // step.shards), step.optimizer, float(width.total))))
+    return Durations(forward_s, first_s, backward_s, last_s, tuple(tail))
+
+
+def _beside(step: Step, compute_s: float, moved_s: float, exposed_s: float) -> float:
+    """Compute with parameters or gradients moving beside it, `exposed_s` of it before or after."""
+    return exposed_s + max(compute_s, moved_s) if step.overlap else compute_s + moved_s
+
+
+def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup) -> float:
+    full, rest = divmod(num_bytes, BUCKET_BYTES)
+    return full * pricer.collective("all_reduce", BUCKET_BYTES, group) + pricer.collective("all_reduce", rest, group)
+
+
+def send_s(pricer: Pricer, step: Step, src: int, dst: int, num_bytes: int) -> float:
+    """Seconds of one transfer between two stages."""
+    stride = step.degree("dp") * step.degree("tp")
+    low, high = sorted((step.stage_ranks[src], step.stage_ranks[dst]))
+    if low == high:
+        return 0.0
+    return pricer.collective("send", num_bytes, RankGroup(2, stride * (high - low), stride * low, stride))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The replayed step. `end_s` of each pipeline rank's last action, `busy_s` of its actions, `held` the most micro-batches
+    that each stage holds at once."""
+
+    actions: tuple[tuple[Action, float, float], ...]
+    transfers: tuple[tuple[int, int, int, str, float, float], ...]  # src stage, dst stage, micro-batch, kind, start, end
+    end_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    held: tuple[int, ...]
+
+
+def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> Timeline:
+    """Run the schedule: the module's recurrences."""
+    m = step.num_micro_batches
+    plan = schedule(step.schedule, step.stage_ranks, m)
+    forward: dict[tuple[int, int], float] = {}
+    for load in loads:
+        for send in load.sends:
+            forward[load.index, send.dst] = forward.get((load.index, send.dst), 0.0) + send_s(pricer, step, load.index, send.dst, send.num_bytes)
+    backward: dict[tuple[int, int], float] = {}
+    for load in loads:
+        for send in load.sends:
+            if send.grad:
+                backward[send.dst, load.index] = backward.get((send.dst, load.index), 0.0) + send_s(pricer, step, load.index, send.dst, send.num_bytes)
+    outgoing = {"F": _by_source(forward), "B": _by_source(backward)}
+    waits = {"F": _by_target(forward), "B": _by_target(backward)}
+    arrived: dict[tuple[str, int, int, int], float] = {}
+    channel: dict[tuple[int, int], float] = {}
+    free = [0.0] * len(plan)
+    busy = [0.0] * len(plan)
+    at = [0] * len(plan)
+    done: list[tuple[Action, float, float]] = []
+    moves: list[tuple[int, int, int, str, float, float]] = []
+    pending = list(range(len(plan)))
+    while pending:
+        progressed = False
+        for rank in pending:
+            own = plan[rank]
+            while at[rank] < len(own):
+                action = own[at[rank]]
+                s, k = action.stage, action.micro_batch
+                needed = [arrived.get((action.kind, src, s, k)) for src in waits[action.kind].get(s, ())]
+                if any(time is None for time in needed):
+                    break
+                start = max([free[rank], *(time for time in needed if time is not None)])
+                seconds = times[s].of(action, m)
+                end = start + seconds
+                free[rank], busy[rank] = end, busy[rank] + seconds
+                done.append((action, start, end))
+                for dst, duration in outgoing[action.kind].get(s, ()):
+                    key = (rank, step.stage_ranks[dst])
+                    begin = max(end, channel.get(key, 0.0)) if duration else end
+                    arrived[action.kind, s, dst, k] = channel[key] = begin + duration
+                    if duration:
+                        moves.append((s, dst, k, action.kind, begin, begin + duration))
+                at[rank] += 1
+                progressed = True
+        pending = [rank for rank in pending if at[rank] < len(plan[rank])]
+        assert progressed or not pending, "the schedule waits for itself"
+    return Timeline(tuple(done), tuple(moves), tuple(free), tuple(busy), _held(plan, len(loads)))
+
+
+def _by_source(edges: Mapping[tuple[int, int], float]) -> dict[int, tuple[tuple[int, float], ...]]:
+    found: dict[int, tuple[tuple[int, float], ...]] = {}
+    for (src, dst), seconds in edges.items():
+        found[src] = (*found.get(src, ()), (dst, seconds))
+    return found
+
+
+def _by_target(edges: Mapping[tuple[int, int], float]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for src, dst in edges:
+        found[dst] = (*found.get(dst, ()), src)
+    return found
+
+
+def _held(plan: tuple[tuple[Action, ...], ...], num_stages: int) -> tuple[int, ...]:
+    now, most = [0] * num_stages, [0] * num_stages
+    for own in plan:
+        for action in own:
+            now[action.stage] += 1 if action.kind == "F" else -1
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return tuple(most)
+
+
+def held(step: Step, stage: int) -> int:
+    """The most micro-batches that a stage holds at once, one stage a rank."""
+    m = step.num_micro_batches
+    return min(len(step.stage_ranks) - stage, m) if step.schedule == "1f1b" else m
+
+
+def least_step(times: tuple[Durations, ...], step: Step) -> tuple[float, float]:
+    """(least seconds of a step, of them idle on its slowest stage): the wait for the first micro-batch and all own work."""
+    m, wait_s = step.num_micro_batches, 0.0
+    best = (0.0, 0.0)
+    for time in times:
+        own_s = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s) + time.tail_s
+        best = max(best, (wait_s + own_s, wait_s))
+        wait_s += time.first_forward_s
+    return best
+
+
+def step_seconds(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
+    """(seconds of a step, of them idle on the rank that idles most), by replay.
+
+    Once a pipeline is full every further micro-batch takes as long as the one before, so of a long step only 3 n and 4 n
+    micro-batches are played (n stages) and the rest follows by proportion.
+    """
+    n, m = len(loads), step.num_micro_batches
+    if m <= 4 * n + 8:
+        return _played(loads, times, step, pricer)
+    short, longer = (replace(step, num_micro_batches=count) for count in (3 * n + 4, 4 * n + 8))
+    (a_s, a_idle_s), (b_s, b_idle_s) = (_played(loads, times, part, pricer) for part in (short, longer))
+    rest = (m - longer.num_micro_batches) / (longer.num_micro_batches - short.num_micro_batches)
+    return b_s + rest * (b_s - a_s), b_idle_s + rest * max(0.0, b_idle_s - a_idle_s)
+
+
+def _played(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
+    line = replay(loads, times, step, pricer)
+    step_s = max(end + time.tail_s for end, time in zip(line.end_s, times, strict=True))
+    return step_s, max(step_s - busy - time.tail_s for busy, time in zip(line.busy_s, times, strict=True))
+
+
+def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) -> Memory:
+    """Bytes of one rank of a stage that holds `held` micro-batches."""
+    width = stage_widths(load, step)
+    kept = states(load.trained_elements, width, step.zero if step.shards > 1 else 0, step.shards, max(load.units, default=0))
+    frozen = load.parameter_elements - load.trained_elements
+    frozen_bytes = width.parameter * (-(-frozen // step.shards) if step.zero == 3 else frozen)
+    shards = 0
+    if step.zero in (1, 2) and step.shards > 1 and width.master == 0:
+        shards = width.parameter * -(-load.trained_elements // step.shards)  # kept beside the gathered copy
+    bucket = min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0
+    return Memory(
+        parameters=kept.parameters + frozen_bytes + shards,
+        gradients=kept.gradients,
+        optimizer=kept.optimizer,
+        activations=held * load.saved_bytes + load.transient_bytes,
+        buffers=load.buffer_bytes,
+        communication=kept.gathered + bucket + 2 * received_bytes,
+    )
+
+
+def received_bytes(loads: tuple[StageLoad, ...], stage: int) -> int:
+    """Bytes that a stage receives for one micro-batch."""
+    return sum(send.num_bytes for load in loads for send in load.sends if send.dst == stage)
