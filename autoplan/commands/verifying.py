@@ -102,7 +102,7 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
             factor = next(f for f in range(2, left + 1) if left % f == 0)
             sizes[min(sizes, key=lambda axis: sizes[axis])] *= factor
             left //= factor
-        return Constraints(**sizes), ranks
+        return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"]), ranks
     sizes = {axis: wanted.degree(axis) for axis in ("tp", "pp", "dp")}
     while math.prod(sizes.values()) > ranks:
         largest = max(sizes, key=lambda axis: sizes[axis])

@@ -142,6 +142,9 @@ def test_verification_keeps_every_axis_of_a_plan_that_is_too_large() -> None:
     constraints, ranks = reduced_degrees(sample_plan(), 16)
     assert (constraints.pp, constraints.dp, constraints.tp, ranks) == (4, 2, 2, 16)
     assert reduced_degrees(sample_plan(), 3)[1] <= 3
+    for ranks, expected in ((1, (1, 1, 1)), (4, (1, 2, 2)), (8, (2, 2, 2)), (6, (1, 3, 2))):
+        constraints, used = reduced_degrees(None, ranks)
+        assert ((constraints.dp, constraints.pp, constraints.tp), used) == (expected, ranks)
 
 
 def test_megatron_keeps_tensor_parallelism_inside_a_node_and_prefers_few_stages() -> None:
