@@ -228,7 +228,8 @@ class ParallelModel:
         executor = self.executor
         program = self._program(content, self._global_rows(batch), kind, executor.mesh)
         if program is not executor.program:
-            executor.rebind(program)
+            graph, _ = self._graphs[shape_key(content, program.global_rows)]
+            executor.rebind(program, _dense_source(self._model, graph))
         return executor
 
     def _global_rows(self, batch: Batch | Share) -> int:

@@ -17,6 +17,8 @@ _KINDS: Mapping[str, str] = {
     "reduce": "reduce",
     "update": "optimizer",
     "preamble": "preamble",
+    "wait": "idle",
+    "clip": "reduce",
 }
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from runtime.compile import Compiled, compile_block
 from runtime.mesh import Mesh
 from runtime.module import CompiledBody, StageModule, Step
@@ -16,14 +20,22 @@ def kept_values(stage: StageCode, body: Body) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def compile_bodies(stage: StageCode, module: StageModule, mesh: Mesh, later: WeightGrads | None) -> dict[int, CompiledBody]:
+def compile_bodies(
+    stage: StageCode, module: StageModule, mesh: Mesh, later: WeightGrads | None, constants: Mapping[str, torch.Tensor]
+) -> dict[int, CompiledBody]:
     """The bodies of a stage by their number of rows. `later` takes the weights' gradients of a split backward pass."""
     compiled: dict[BlockCode, Compiled] = {}
-    return {body.rows: _compile_body(stage, body, module, mesh, compiled, later) for body in stage.bodies}
+    return {body.rows: _compile_body(stage, body, module, mesh, compiled, later, constants) for body in stage.bodies}
 
 
 def _compile_body(
-    stage: StageCode, body: Body, module: StageModule, mesh: Mesh, compiled: dict[BlockCode, Compiled], later: WeightGrads | None
+    stage: StageCode,
+    body: Body,
+    module: StageModule,
+    mesh: Mesh,
+    compiled: dict[BlockCode, Compiled],
+    later: WeightGrads | None,
+    constants: Mapping[str, torch.Tensor],
 ) -> CompiledBody:
     keep = kept_values(stage, body)
     last_use = {name: i for i, block in enumerate(body.blocks) for name in (*block.outputs, *block.inputs)}
@@ -33,4 +45,4 @@ def _compile_body(
             compiled[block] = compile_block(block, mesh, later)
         dead = tuple(name for name, last in last_use.items() if last == i and name not in keep)
         steps.append(Step(block, compiled[block], module.block(block.name), dead))
-    return CompiledBody(module, tuple(steps), keep)
+    return CompiledBody(module, tuple(steps), keep, constants)

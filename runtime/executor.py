@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
 from runtime.run import Code, Run
 from runtime.schedule import forward_only, schedule
 from runtime.state import collect, load
-from runtime.storage import Resident, Storage, materialise
+from runtime.storage import Dense, Resident, Storage, constants, materialise
 
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -43,26 +44,35 @@ class Executor:
         is_split = program.schedule in ("zb", "zbv")
         self.storages: dict[int, Storage] = {s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split) for s in program.stages}
         self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
-        self.rebind(program)
+        self.rebind(program, dense)
 
-    def rebind(self, program: Program) -> None:
-        """Run another program on the same tensors: other rows, or the evaluation mode. Raises ValueError where the tensors differ."""
+    def rebind(self, program: Program, dense: Dense | None = None) -> None:
+        """Run another program on the same parameters and buffers: other shapes, or the evaluation mode.
+
+        `dense` gives the program's constants (default: it has none). Raises ValueError where parameters or buffers differ.
+        """
         for stage in program.stages:
             kept = {r.stored.name: r.stored for r in self.storages[stage.index].residents}
             for stored in stage.stored:
+                if stored.kind == "constant":
+                    continue
                 if stored.name not in kept or (kept[stored.name].fqn, kept[stored.name].chunks) != (stored.fqn, stored.chunks):
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
             self.storages[stage.index].check_readers(stage)
-        bodies = {}
+        bodies, known = {}, {}
         for stage in program.stages:
             storage = self.storages[stage.index]
-            bodies.update({(stage.index, rows): body for rows, body in compile_bodies(stage, storage.module, self.mesh, storage.later).items()})
+            own = constants(stage, dense or _no_constants, self.mesh)
+            known.update(own)
+            compiled = compile_bodies(stage, storage.module, self.mesh, storage.later, own)
+            bodies.update({(stage.index, rows): body for rows, body in compiled.items()})
         self.code = Code(
             program,
             {stage.index: stage for stage in program.stages},
             self.storages,
             bodies,
             compile_block(program.preamble, self.mesh) if program.preamble else None,
+            known,
             schedule(program.schedule, program.stage_ranks, program.num_micro_batches),
         )
 
@@ -171,8 +181,7 @@ class Executor:
         def state(micro_batch: int, row_start: int) -> RandomState:
             return RandomState(self.seed, self.num_steps, micro_batch, row_start, self._random_by_element)
 
-        code = Code(self.code.program, self.code.stages, self.storages, self.code.bodies, self.code.preamble, actions)
-        return Run(code, self.mesh, batch, state, is_training)
+        return Run(replace(self.code, actions=actions), self.mesh, batch, state, is_training)
 
     def _forward(self, batch: Any) -> Run:
         run = self._new_run(batch, tuple(forward_only(own) for own in self.code.actions), is_training=False)
@@ -203,3 +212,7 @@ class Executor:
                 told[0], told[1] = loss, _LOSS_DTYPES.index(run.loss.dtype)
         all_reduce_bucket([told], self.mesh.axis("pp"))
         return told[0].to(_LOSS_DTYPES[int(told[1])])
+
+
+def _no_constants(name: str) -> torch.Tensor:
+    raise ValueError(f"the program needs the constant {name!r}: give its source to rebind(program, dense)")

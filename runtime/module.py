@@ -123,14 +123,16 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class CompiledBody:
-    """The blocks of a stage for one number of rows; `keep` are the values that the executor wants to have."""
+    """The blocks of a stage for one number of rows; `keep` are the values that the executor wants to have, `constants` those
+    of the stage."""
 
     module: StageModule
     steps: tuple[Step, ...]
     keep: tuple[str, ...]
+    constants: Values
 
     def __call__(self, inputs: Values) -> dict[str, torch.Tensor]:
-        return self.module(self._run, inputs, {})
+        return self.module(self._run, inputs, self.constants)
 
     def _run(self, inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
         env = dict(inputs)

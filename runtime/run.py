@@ -29,6 +29,7 @@ class Code:
     storages: dict[int, Storage]
     bodies: dict[tuple[int, int], CompiledBody]
     preamble: Compiled | None
+    constants: dict[str, torch.Tensor]
     actions: Schedule
 
     def micro_batches(self, mesh: Mesh) -> tuple[MicroBatch, ...]:
@@ -92,9 +93,8 @@ class Run:
             return
         start, stop = self._rows[0].start - self._offset, self._rows[-1].stop - self._offset
         feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in program.preamble_feeds}
-        stored = {r.stored.name: r.local() for storage in self.code.storages.values() for r in storage.residents if r.stored.name in program.preamble.stored}
         with self.mesh.recorder.action("preamble", "forward"), torch.no_grad():
-            args = [feeds[name] for name in program.preamble.inputs] + [stored[name] for name in program.preamble.stored]
+            args = [feeds[name] for name in program.preamble.inputs] + [self.code.constants[name] for name in program.preamble.stored]
             self._shared.update(zip(program.preamble.outputs, self.code.preamble(*args), strict=True))
 
     def _forward(self, action: Action) -> None:

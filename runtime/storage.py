@@ -1,4 +1,4 @@
-"""Tensors at rest: what this rank keeps of a stage's parameters, buffers and constants.
+"""Tensors at rest: what this rank keeps of a stage's parameters and buffers, and constants cut for it.
 
 A dense tensor is cut in two steps: by `Stored.chunks` on the mesh axes that divide the computation, then, under ZeRO, along
 its first dimension over the data ranks by FSDP2 (uneven parts allowed). Parameters are plain tensors without ZeRO and
@@ -58,7 +58,7 @@ def local_shape(stored: Stored, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """One tensor at rest. `tensor` is the parameter that optimizers see, or the local tensor of a buffer or constant."""
+    """One tensor at rest. `tensor` is the parameter that optimizers see, or the local tensor of a buffer."""
 
     stored: Stored
     stage: int
@@ -190,14 +190,21 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
         blocks = read_by[name]
         return module.block(blocks[0]) if len(blocks) == 1 and not is_split_backward else module
 
-    for stored in stage.stored:
+    state = tuple(stored for stored in stage.stored if stored.kind != "constant")
+    for stored in state:
         local = cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh).to(mesh.device)
         share_over = mesh.axis("dp") if zero and "dp" not in stored.partial else None
         holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
     if zero:
         _shard(stage, module, mesh, zero, is_split_backward=is_split_backward)
-    residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in stage.stored)
+    residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in state)
     return Storage(module, residents, zero, WeightGrads() if is_split_backward else None)
+
+
+def constants(stage: StageCode, dense: Dense, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """This rank's parts of the constants of a stage: part of its code, not of its state."""
+    wanted = (stored for stored in stage.stored if stored.kind == "constant")
+    return {s.name: cut(_checked(dense(s.fqn), s), s.chunks, mesh).to(mesh.device) for s in wanted}
 
 
 def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:

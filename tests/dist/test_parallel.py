@@ -63,6 +63,7 @@ def test_a_model_that_says_nothing_is_planned_at_the_first_step() -> None:
     pm = autoplan.parallelize(model)
     with pytest.raises(autoplan.UsageError, match="waits for the first"):
         list(pm.parameters())
+    pm.forward_backward(batch)
     assert_equal(pm, plain, batch)
 
 
