@@ -105,7 +105,7 @@ def explain(
 def compare(
     model: Model,
     cluster: ClusterOption,
-    baselines: Annotated[str, typer.Option(help="comma-separated")] = "ddp,fsdp,megatron,gpipe",
+    baselines: Annotated[str, typer.Option(help="comma-separated")] = "ddp,fsdp,megatron,gpipe,two-level,degrees",
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     precision: Precision = None,

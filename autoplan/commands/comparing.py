@@ -1,31 +1,20 @@
-"""`autoplan compare`: plans that well-known systems would use, priced by the same model as the one found here.
-
-    ddp       replicas only
-    fsdp      replicas with ZeRO-3
-    megatron  Narayanan et al. 2021, section 3: tensor parallel inside a node (up to 8), the fewest stages that fit, then
-              replicas; 1F1B with ZeRO-1
-    gpipe     one stage a device, GPipe schedule
-
-Each is the best plan under these constraints, so that what is compared is the strategy and not its tuning.
-"""
+"""`autoplan compare`: plans that well-known systems would use (autoplan/baselines.py) beside the one found here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoplan.api import load_cluster
-from autoplan.commands.console import note, say, say_json
+from autoplan.api import find_plan, load_cluster
+from autoplan.baselines import BASELINES, baseline
+from autoplan.commands.console import note, say, say_json, working
 from autoplan.commands.listing import table
-from autoplan.commands.planning import load_model, plan_for
-from autoplan.constraints import Constraints
+from autoplan.commands.planning import default_precision, load_model
 from autoplan.errors import InfeasibleError, UsageError
-from autoplan.explain import degrees
-from autoplan.modelsource import Source
+from autoplan.explain import short
+from autoplan.frontend import capture
 from autoplan.plan import Plan
 from autoplan.units import num_bytes, seconds
-from costmodel.cluster import Cluster
-
-BASELINES = ("ddp", "fsdp", "megatron", "gpipe")
+from costmodel.analytic import AnalyticPrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +33,18 @@ def compare_command(model: str, cluster: str, baselines: str, global_batch: int 
             raise UsageError(f"--baselines {name}: known are {', '.join(BASELINES)}")
     found = load_cluster(cluster)
     source = load_model(model, found, global_batch, seq)
-    rows = [Row("autoplan", plan_for(source, found, Constraints(), precision=precision))]
-    rows += [baseline(name, source, found, precision) for name in names]
+    precision = default_precision(precision, found)
+    with working("capturing the model"):
+        graph = capture(source.model, source.batch)
+    with working("planning"):
+        rows = [Row("autoplan", find_plan(graph, None, found, precision=precision))]
+    prices = AnalyticPrices(found)
+    for name in names:
+        with working(f"planning as {name}"):
+            try:
+                rows.append(Row(name, baseline(name, graph, found, prices, precision=precision)))
+            except InfeasibleError as error:
+                rows.append(Row(name, None, str(error)))
     if as_json:
         say_json([_as_dict(row) for row in rows])
         return
@@ -57,34 +56,10 @@ def compare_command(model: str, cluster: str, baselines: str, global_batch: int 
         else:
             forecast = row.plan.forecast
             lines.append(
-                (row.name, seconds(forecast.step_time_s), f"{forecast.step_time_s / best_s:.2f}×", num_bytes(forecast.peak_memory_bytes), degrees(row.plan))
+                (row.name, seconds(forecast.step_time_s), f"{forecast.step_time_s / best_s:.2f}×", num_bytes(forecast.peak_memory_bytes), short(row.plan))
             )
     say(table(lines))
     note("Predicted, all by one cost model.")
-
-
-def baseline(name: str, source: Source, cluster: Cluster, precision: str | None) -> Row:
-    """The best plan under a strategy's constraints, the first that is feasible."""
-    reason = "nothing fits"
-    for constraints in candidates(name, cluster):
-        try:
-            return Row(name, plan_for(source, cluster, constraints, precision=precision))
-        except InfeasibleError as error:
-            reason = str(error)
-    return Row(name, None, reason)
-
-
-def candidates(name: str, cluster: Cluster) -> list[Constraints]:
-    """Constraints in the order in which the strategy tries them."""
-    devices, per_node = cluster.num_devices, cluster.groups[0].devices_per_node
-    if name == "ddp":
-        return [Constraints(dp=devices, tp=1, pp=1, zero=0)]
-    if name == "fsdp":
-        return [Constraints(dp=devices, tp=1, pp=1, zero=3)]
-    if name == "gpipe":
-        return [Constraints(dp=1, tp=1, pp=devices, schedule="gpipe")]
-    tp = max(t for t in (1, 2, 4, 8) if per_node % t == 0)
-    return [Constraints(tp=tp, pp=pp, schedule="1f1b", zero=1) for pp in range(1, devices // tp + 1) if (devices // tp) % pp == 0]
 
 
 def _as_dict(row: Row) -> dict[str, object]:
@@ -93,7 +68,7 @@ def _as_dict(row: Row) -> dict[str, object]:
     forecast = row.plan.forecast
     return {
         "name": row.name,
-        "plan": degrees(row.plan),
+        "plan": short(row.plan),
         "step_time_s": forecast.step_time_s,
         "peak_memory_bytes": forecast.peak_memory_bytes,
         "mfu": forecast.mfu,

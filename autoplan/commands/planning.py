@@ -59,12 +59,16 @@ def load_model(model: str, cluster: Cluster, global_batch: int | None, seq: int 
 def plan_for(
     source: Source, cluster: Cluster, constraints: Constraints, *, optimizer: str = "adamw", precision: str | None = None, time_limit_s: float | None = None
 ) -> Plan:
-    """The best plan, under the name that the user gave the model. Precision: bf16 on GPUs where none is asked."""
-    if precision is None and cluster.device(0).kind == "cuda":
-        precision = "bf16"
+    """The best plan, under the name that the user gave the model."""
+    precision = default_precision(precision, cluster)
     with working(f"planning {source.name} on {cluster.name}"):
         plan = find_plan(source.model, source.batch, cluster, constraints, optimizer, precision, time_limit_s)
     return replace(plan, model=source.name)
+
+
+def default_precision(asked: str | None, cluster: Cluster) -> str | None:
+    """bf16 on GPUs where none is asked, else as the model is."""
+    return "bf16" if asked is None and cluster.device(0).kind == "cuda" else asked
 
 
 def read_constraints(fixed: Mapping[str, Any]) -> Constraints:

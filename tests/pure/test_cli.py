@@ -12,13 +12,11 @@ import pytest
 from sampleplan import sample_plan
 
 from autoplan.cli import main
-from autoplan.commands.comparing import candidates
 from autoplan.commands.console import write_whole
 from autoplan.commands.planning import read_bytes, read_constraints
 from autoplan.commands.verifying import _constraints as reduced_degrees
 from autoplan.errors import UsageError
 from autoplan.planfile import dumps
-from costmodel.cluster import Cluster
 
 
 def run(*words: str) -> int:
@@ -145,8 +143,3 @@ def test_verification_keeps_every_axis_of_a_plan_that_is_too_large() -> None:
     for ranks, expected in ((1, (1, 1, 1)), (4, (1, 2, 2)), (8, (2, 2, 2)), (6, (1, 3, 2))):
         constraints, used = reduced_degrees(None, ranks)
         assert ((constraints.dp, constraints.pp, constraints.tp), used) == (expected, ranks)
-
-
-def test_megatron_keeps_tensor_parallelism_inside_a_node_and_prefers_few_stages() -> None:
-    tried = candidates("megatron", Cluster.parse("a100-sxm-80gb:4x8"))
-    assert [(c.tp, c.pp) for c in tried] == [(8, 1), (8, 2), (8, 4)]
