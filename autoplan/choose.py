@@ -22,6 +22,7 @@ from autoplan.problem import BlockPoint, BlockProblem, Price
 from costmodel.opkey import RankGroup
 
 _MAX_FACTORS = 2  # boundaries tried beside "whole"
+_GAP = 1e-3  # of one integer program; its proved bound counts, so that the plan's gap stays true
 _MAX_SHARED = 9  # combinations of layouts of shared parameters
 
 
@@ -226,7 +227,7 @@ class Chooser:
         for pattern in self.outline.examples:
             key = (self._view(pattern, boundary), price)
             if key not in self._solved:
-                self._solved[key] = solve(self.problem(pattern, boundary), price)
+                self._solved[key] = solve(self.problem(pattern, boundary), price, gap=_GAP)
             solution = self._solved[key]
             if solution is None:
                 return None

@@ -98,8 +98,8 @@ class Solution:
     bound_s: float
 
 
-def solve(problem: BlockProblem, price: Price, budget: Budget | None = None, time_limit_s: float | None = None) -> Solution | None:
-    """The cheapest choice of every operator's option; None where nothing satisfies the boundary and the budget.
+def solve(problem: BlockProblem, price: Price, budget: Budget | None = None, *, gap: float = 1e-7, time_limit_s: float | None = None) -> Solution | None:
+    """The cheapest choice of every operator's option, within a relative `gap`; None where nothing satisfies boundary and budget.
 
     Raises AutoplanError where no solver is installed, or the solver fails.
     """
@@ -107,7 +107,7 @@ def solve(problem: BlockProblem, price: Price, budget: Budget | None = None, tim
     bound_s = None
     if picks is None:
         model, chosen = _formulate(problem, price, budget)
-        values, bound_s = _run(model, problem.name, time_limit_s)
+        values, bound_s = _run(model, problem.name, gap, time_limit_s)
         if values is None:
             return None
         picks = tuple(_pick(columns, values) for columns in chosen)
@@ -267,7 +267,7 @@ def _least(model: _Model, expressions: list[_Expr]) -> _Expr:
     return low
 
 
-def _run(model: _Model, name: str, time_limit_s: float | None) -> tuple[list[float] | None, float]:
+def _run(model: _Model, name: str, gap: float, time_limit_s: float | None) -> tuple[list[float] | None, float]:
     """Column values and a lower bound in seconds; (None, 0) where the program has no solution."""
     if importlib.util.find_spec("pulp") is None or importlib.util.find_spec("highspy") is None:
         raise AutoplanError("the planner needs the packages pulp (below version 4) and highspy, and they are not installed: pip install 'pulp<4' highspy")
@@ -287,7 +287,7 @@ def _run(model: _Model, name: str, time_limit_s: float | None) -> tuple[list[flo
     _quiet_start()
     # A process that ran HiGHS with other threads before gets "not solved" for ours: then with whatever it has.
     for threads in (1, None):
-        solver = pulp.HiGHS(msg=False, threads=threads, gapRel=1e-7, timeLimit=time_limit_s)
+        solver = pulp.HiGHS(msg=False, threads=threads, gapRel=gap, timeLimit=time_limit_s)
         if not solver.available():
             raise AutoplanError("the HiGHS solver is not installed: pip install highspy")
         try:
