@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoplan
 from autoplan.frontend import capture
-from autoplan.plan import Plan
 from runtime.traffic import traffic
 from tests.plans import manual_plan, random_splits
 from tests.zoo import ZOO
@@ -71,6 +70,7 @@ class Outcome:
     held: tuple[Held, ...]  # by rank
     dense_bytes: int
     dense_flops: int
+    collectives: tuple = ()  # of the plan
     refused: str = ""
 
     def errors(self) -> tuple[float, float, float]:
@@ -100,13 +100,14 @@ def run_cases(cases: list[Case], build: Mapping[str, Callable[[], Any]] | None =
     return [_run(case, (build or ZOO)[case.model]) for case in cases]
 
 
-def _plan(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -> Plan:
-    graph = capture(model, batch)
+def _parallel(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -> autoplan.ParallelModel:
     if case.constraints is not None:
-        return autoplan.find_plan(graph, None, f"cpu:1x{world_size}", autoplan.Constraints(**case.constraints), optimizer=case.optimizer.lower())
+        constraints = autoplan.Constraints(**case.constraints)
+        return autoplan.parallelize(model, batch, cluster=f"cpu:1x{world_size}", constraints=constraints, optimizer=case.optimizer.lower())
+    graph = capture(model, batch)
     tp = case.plan.get("tp", 1)
     splits = random_splits(graph, tp, case.splits_seed) if case.splits_seed is not None else None
-    return manual_plan(graph, splits=splits, **case.plan)
+    return autoplan.parallelize(model, batch, plan=manual_plan(graph, splits=splits, **case.plan))
 
 
 def _run(case: Case, build: Callable[[], Any]) -> Outcome:
@@ -116,13 +117,12 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
     plain = copy.deepcopy(model)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     try:
-        plan = _plan(case, model, batch, world_size)
+        pm = _parallel(case, model, batch, world_size)
     except autoplan.InfeasibleError as error:
         return Outcome(case, 0.0, 0.0, "", 0.0, "", (), (), 0, 0, refused=str(error))
-    pm = autoplan.parallelize(model, batch, plan=plan)
     with FlopCounterMode(display=False) as counter:
         loss = pm.forward_backward(batch)
-    held = _held(pm, plan, case, counter.get_total_flops())
+    held = _held(pm, counter.get_total_flops())
     with FlopCounterMode(display=False) as dense_counter:
         true_loss = loss_of(plain, batch)
         true_loss.backward()
@@ -147,12 +147,12 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
     missing = tuple(sorted((grads.keys() ^ true_grads.keys()) | (weights.keys() ^ true_weights.keys()))) if first else ()
     loss_error = abs(loss.item() - true_loss.item()) / max(abs(true_loss.item()), 1e-300)
     dense = (sum(p.numel() * p.element_size() for p in plain.parameters()), dense_counter.get_total_flops())
-    return Outcome(case, loss_error, *relative_errors(grads, true_grads), *relative_errors(weights, true_weights), missing, tuple(everyone), *dense)
+    return Outcome(case, loss_error, *relative_errors(grads, true_grads), *relative_errors(weights, true_weights), missing, tuple(everyone), *dense, plan.collectives)
 
 
-def _held(pm: autoplan.ParallelModel, plan: Plan, case: Case, flops: int) -> Held:
+def _held(pm: autoplan.ParallelModel, flops: int) -> Held:
     """What this rank holds, did and sent in the step that has just run."""
-    executor = pm.executor
+    plan, executor = pm.plan, pm.executor
     mesh = executor.mesh
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in pm.parameters()]
     resident = sum(p.numel() * p.element_size() for p in locals_)
