@@ -46,6 +46,21 @@ def flops(target: str, operands: Sequence[TensorSpec], outputs: Sequence[TensorS
     return 0
 
 
+def backward_flops(target: str, forward: int, grads: Sequence[bool]) -> int:
+    """FLOPs of the backward pass of an operator that takes `forward` in its own; `grads`: which operands get a gradient.
+
+    A product, each operand's gradient is one of the same size. Attention, whose two products give way to five: the scores once
+    more, and the gradients of scores, values, queries and keys.
+    """
+    name = target.split(".")[1]
+    if name in ("scaled_dot_product_attention", "attention"):
+        return 5 * forward // 2 if any(grads) else 0
+    if name == "experts":
+        return forward * (bool(grads[0]) + any(grads[3:]))
+    factors = grads[1:3] if name in ("addmm", "baddbmm", "addbmm", "addmv") else grads[:2]
+    return forward * sum(factors)
+
+
 def _transposed(operands: Sequence[TensorSpec]) -> int:
     """Each input element meets its whole kernel."""
     return 2 * math.prod(operands[0].shape) * math.prod(operands[1].shape[1:])

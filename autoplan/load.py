@@ -67,7 +67,7 @@ class StageLoad:
     buffer_bytes: int
     saved_bytes: int
     transient_bytes: int
-    flops: int  # of the forward pass
+    flops: int  # of both passes, recomputation included
     traffic: tuple[Traffic, ...]
     deferred: tuple[tuple[str, int], ...]
     tied_bytes: int = 0

@@ -7,6 +7,8 @@ from its own choices. MFU = 3 * (FLOPs of the forward pass) / (step time * peak 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
 from autoplan.graph import Graph
@@ -17,6 +19,7 @@ from autoplan.replay import Durations, Step, Timeline, durations, received_bytes
 from autoplan.workload import load_of, model_of
 from costmodel.prices import Prices
 from runtime.program import Program
+from runtime.traffic import traffic
 
 MAX_EVENTS = 2000  # kept of a step, so that plan files stay small
 
@@ -31,7 +34,6 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
     forecasts = []
     for load, time in zip(loads, times, strict=True):
         rank = step.stage_ranks[load.index]
-        passes = 3 + (1 if load.recompute.seconds else 0)
         forecasts.append(
             StageForecast(
                 stage=load.index,
@@ -41,7 +43,7 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
                 backward_s=time.backward_s,
                 busy_s=line.busy_s[rank] + tails[rank],
                 idle_s=_idle(step_s, line.busy_s[rank] + tails[rank]),
-                flops=load.flops * passes * m,
+                flops=load.flops * m,
                 memory=stage_memory(load, step, line.held[load.index], received_bytes(loads, load.index)),
                 memory_limit_bytes=pricer.prices.memory_limit_bytes(rank * step.degree("dp") * step.degree("tp")),
             )
@@ -138,4 +140,13 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
     first = programs[0]
     step = Step(first.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks, overlap)
-    return assemble(loads, step, model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision), pricer)
+    told = assemble(loads, step, model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision), pricer)
+    # the programs move what the model was captured with; another precision is priced, not lowered
+    return replace(told, collectives=program_uses(programs)) if plan.precision in (None, "fp32") else told
+
+
+def program_uses(programs: Sequence[Program]) -> tuple[CollectiveUse, ...]:
+    """What runs: the listed traffic of data rank 0 of the pipeline rank that moves most bytes."""
+    found = [traffic(program, {"pp": rank}) for rank, program in enumerate(programs)]
+    most = max(found, key=lambda uses: sum(use.num_bytes for use in uses))
+    return tuple(CollectiveUse(use.kind, use.axis, use.phase, use.num_bytes, use.count) for use in most)

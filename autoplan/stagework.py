@@ -153,7 +153,7 @@ class Work:
             buffer_bytes=self.buffer_bytes(start, stop),
             saved_bytes=sum(b.saved_bytes for b in blocks),
             transient_bytes=max(b.transient_bytes for b in blocks) if blocks else 0,
-            flops=sum(b.point.flops for b in blocks),
+            flops=sum(b.point.flops * (4 if b.recomputed else 3) for b in blocks),
             traffic=tuple(traffic),
             deferred=tuple(deferred),
             tied_bytes=self._tied_bytes(start, stop),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.blockprices import VIEWS
-from autoplan.flops import flops
+from autoplan.flops import backward_flops, flops
 from autoplan.graph import Graph, Op
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
 from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
@@ -48,7 +48,8 @@ class _Tally:
     backward_s: float = 0.0
     forward_moved_s: float = 0.0
     backward_moved_s: float = 0.0
-    flops: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
     extra_bytes: int = 0
     saved: dict[str, int] = field(default_factory=dict)  # storage -> bytes
     traffic: list[Traffic] = field(default_factory=list)
@@ -143,7 +144,8 @@ class _Reader:
         time = self._time(priced, operands, out_specs, number)
         tally.forward_s += time.forward_s
         tally.backward_s += time.backward_s if has_grad else 0.0
-        tally.flops += number
+        tally.forward_flops += number
+        tally.backward_flops += backward_flops(priced.target, number, [self.grads[name] for name in operands]) if has_grad else 0
         if op is None:
             return
         if swapped:
@@ -223,7 +225,7 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer) ->
         once = Pass(tally.forward_s, tally.forward_moved_s)
         forward, backward = forward.plus(once), backward.plus(Pass(tally.backward_s, tally.backward_moved_s))
         traffic += tally.traffic
-        number += tally.flops
+        number += tally.forward_flops * (2 if code.recompute == "full" else 1) + tally.backward_flops
         if code.recompute == "full":
             recompute = recompute.plus(once)
             traffic += [Traffic(t.kind, t.axis, "backward", t.num_bytes) for t in tally.traffic if t.phase == "forward"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import autoplan
 from autoplan.frontend import capture
@@ -77,6 +77,20 @@ class Outcome:
         return self.loss_error, self.grad_error, self.weight_error
 
 
+def count_flops() -> FlopCounterMode:
+    """torch's counter, told of the CPU's attention kernels, which it knows on GPUs alone."""
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    aten = torch.ops.aten
+    cpu = {aten._scaled_dot_product_flash_attention_for_cpu: forward, aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}
+    return FlopCounterMode(display=False, custom_mapping=cpu)
+
+
 def relative_errors(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """The worst relative L2 error over equally named tensors, and its name."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.double()) for t in true.values()])).item() if true else 0.0
@@ -120,10 +134,10 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
         pm = _parallel(case, model, batch, world_size)
     except autoplan.InfeasibleError as error:
         return Outcome(case, 0.0, 0.0, "", 0.0, "", (), (), 0, 0, refused=str(error))
-    with FlopCounterMode(display=False) as counter:
+    with count_flops() as counter:
         loss = pm.forward_backward(batch)
     held = _held(pm, counter.get_total_flops())
-    with FlopCounterMode(display=False) as dense_counter:
+    with count_flops() as dense_counter:
         true_loss = loss_of(plain, batch)
         true_loss.backward()
     grads = pm.full_grads()
@@ -147,7 +161,9 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
     missing = tuple(sorted((grads.keys() ^ true_grads.keys()) | (weights.keys() ^ true_weights.keys()))) if first else ()
     loss_error = abs(loss.item() - true_loss.item()) / max(abs(true_loss.item()), 1e-300)
     dense = (sum(p.numel() * p.element_size() for p in plain.parameters()), dense_counter.get_total_flops())
-    return Outcome(case, loss_error, *relative_errors(grads, true_grads), *relative_errors(weights, true_weights), missing, tuple(everyone), *dense, plan.collectives)
+    return Outcome(
+        case, loss_error, *relative_errors(grads, true_grads), *relative_errors(weights, true_weights), missing, tuple(everyone), *dense, pm.plan.collectives
+    )
 
 
 def _held(pm: autoplan.ParallelModel, flops: int) -> Held:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
 from tests.dist.cases import cases_for
@@ -44,6 +46,9 @@ def check_share(outcome: Outcome) -> None:
         if outcome.case.constraints is not None:
             assert held.flops == pytest.approx(held.planned_flops, rel=0.02), f"{outcome.case}: rank {rank}"
             assert held.parameter_bytes == pytest.approx(held.planned_parameter_bytes, rel=0.02), f"{outcome.case}: rank {rank}"
+    if outcome.case.constraints is not None:
+        busiest = max((held.sent for held in outcome.held), key=lambda sent: sum(use.num_bytes for use in sent))
+        assert list(map(astuple, outcome.collectives)) == list(map(astuple, busiest)), f"{outcome.case}: collectives of the plan"
     total = sum(held.flops for held in outcome.held)
     assert total <= (1.0 + 0.1 * ranks) * outcome.dense_flops, f"{outcome.case}: all ranks together compute {total} of {outcome.dense_flops}"
 
