@@ -9,6 +9,7 @@ a part of one. All ranks have to see the same file system.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
 from runtime.mesh import Mesh
+from runtime.scaling import LossScale
 from runtime.state import gather_all, is_first_of_stage, owned
 from runtime.storage import Resident
 
@@ -37,6 +39,7 @@ class Progress:
     """What a checkpoint says beside its tensors."""
 
     num_steps: int
+    loss_scale: LossScale | None = None
 
 
 def save(
@@ -68,6 +71,7 @@ def save(
         index = {
             "version": VERSION,
             "num_steps": progress.num_steps,
+            "loss_scale": dataclasses.asdict(progress.loss_scale) if progress.loss_scale is not None else None,
             "groups": _hyperparameters(optimizer),
             "tensors": {name: entry for own, _ in told for name, entry in sorted(own.items())},
             _SCALAR: {name: value for _, own in told for name, value in sorted(own.items())},
@@ -153,7 +157,8 @@ class Reader:
             index = json.loads((self.path / "index.json").read_text())
             if index["version"] != VERSION:
                 raise CheckpointError(f"{self.path} is of checkpoint version {index['version']}, this program reads {VERSION}")
-            self.progress = Progress(index["num_steps"])
+            scale = index.get("loss_scale")
+            self.progress = Progress(index["num_steps"], LossScale(**scale) if scale is not None else None)
             self.groups: list[dict[str, Any]] | None = index["groups"]
             self.tensors: Mapping[str, dict] = index["tensors"]
             self.scalars: Mapping[str, dict] = index[_SCALAR]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,12 +17,14 @@ from runtime.batch import gather_rows
 from runtime.bodies import compile_bodies
 from runtime.compile import compile_block
 from runtime.errors import BatchError, CommunicationError, StageError
+from runtime.finite import not_finite, suspicion
 from runtime.mesh import Mesh
 from runtime.norm import clip_grad_norm
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
 from runtime.run import Code, Run
+from runtime.scaling import LossScale
 from runtime.schedule import forward_only, schedule
 from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, constants, materialise
@@ -34,12 +37,24 @@ class Executor:
 
     `dense(fqn)` gives the dense tensors to start from; this rank keeps its own part alone. All ranks of the mesh construct
     one, and call the same methods in the same order. `random_by_element`: random masks as in one process (runtime/random.py).
+    `loss_scale`: where to start with a scaled loss (runtime/scaling.py); the gradients that a step leaves are not scaled.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, dense: Callable[[str], torch.Tensor], seed: int = 0, *, random_by_element: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        dense: Callable[[str], torch.Tensor],
+        seed: int = 0,
+        *,
+        random_by_element: bool = False,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         self.mesh = mesh
         self.seed = seed
         self.num_steps = 0
+        self.loss_scale = loss_scale
+        self.step_was_skipped = False
         self._random_by_element = random_by_element
         is_split = program.schedule in ("zb", "zbv")
         self.storages: dict[int, Storage] = {s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split) for s in program.stages}
@@ -98,7 +113,8 @@ class Executor:
     def step(self, batch: Any) -> torch.Tensor:
         """Forward and backward of all micro-batches of `batch` (global, or this rank's share).
 
-        Returns the loss of the global batch, a scalar, the same on every rank. Gradients are added to those that are there.
+        Returns the loss of the global batch, a scalar, the same on every rank. Gradients are added to those that are there,
+        unless the loss or a gradient is not finite: such a step changes neither gradients nor buffers on any rank.
         Raises BatchError before anything runs where the batch is not what the program takes, StageError with the first error of
         the job where a rank fails, CommunicationError where a wait takes too long.
         """
@@ -112,12 +128,38 @@ class Executor:
                 self._reshard()
                 reduce_over_axes(self.trainable, self.mesh)
                 sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
-                for resident, grad in kept_grads:
-                    resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
-                self._write_buffers(run.updates)
-                loss = self._total_loss(run)
+                loss, is_suspect = self._told(run, suspicion(self.trainable, self.mesh.device))
+                faults = not_finite(self.trainable, self.mesh) if is_suspect else ()
+                self._finish(run, kept_grads, loss, faults)
             self.num_steps += 1
             return loss
+
+    def _finish(self, run: Run, kept_grads: list[tuple[Resident, torch.Tensor]], loss: torch.Tensor, faults: tuple[str, ...]) -> None:
+        """Take the step's gradients and buffers over, or leave them out. `faults`: parameters whose gradient is not finite."""
+        self.step_was_skipped = bool(faults) or not bool(torch.isfinite(loss))
+        if self.step_was_skipped:
+            self.zero_grad()
+            for resident, grad in kept_grads:
+                resident.tensor.grad = grad
+            self._report(loss, faults)
+        else:
+            if run.loss_factor != 1.0:
+                for resident in self.trainable:
+                    if resident.tensor.grad is not None:
+                        resident.local(resident.tensor.grad).mul_(1.0 / run.loss_factor)
+            for resident, grad in kept_grads:
+                resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
+            self._write_buffers(run.updates)
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(not self.step_was_skipped)
+
+    def _report(self, loss: torch.Tensor, faults: tuple[str, ...]) -> None:
+        """Warn of a skipped step, on rank 0; not of a scaled loss that was too large, which is how its scale is found."""
+        if self.mesh.rank or (self.loss_scale is not None and bool(torch.isfinite(loss))):
+            return
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        what = f", gradients that are not finite: {', '.join(faults[:5])}{more}" if faults else ""
+        warnings.warn(f"step {self.num_steps} was skipped on all ranks: loss {loss.item():g}{what}", RuntimeWarning, stacklevel=4)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -155,18 +197,21 @@ class Executor:
 
     def save(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that loads under any plan and world size. Raises CheckpointError."""
-        checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, checkpoint.Progress(self.num_steps), optimizer)
+        checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, checkpoint.Progress(self.num_steps, self.loss_scale), optimizer)
 
     def load(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint. Raises CheckpointError before anything is changed."""
-        self.num_steps = checkpoint.load(path, self.residents, optimizer).num_steps
+        progress = checkpoint.load(path, self.residents, optimizer)
+        self.num_steps = progress.num_steps
+        if self.loss_scale is not None and progress.loss_scale is not None:
+            self.loss_scale = progress.loss_scale
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients and without writing buffers."""
         with self._guarded():
             run = self._forward(batch)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
-                return self._total_loss(run)
+                return self._told(run, torch.zeros((), dtype=torch.float64, device=self.mesh.device))[0]
 
     def predict(self, batch: Any) -> dict[str, torch.Tensor]:
         """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""
@@ -181,7 +226,8 @@ class Executor:
         def state(micro_batch: int, row_start: int) -> RandomState:
             return RandomState(self.seed, self.num_steps, micro_batch, row_start, self._random_by_element)
 
-        return Run(replace(self.code, actions=actions), self.mesh, batch, state, is_training)
+        factor = self.loss_scale.factor if self.loss_scale is not None else 1.0
+        return Run(replace(self.code, actions=actions), self.mesh, batch, state, is_training, factor)
 
     def _forward(self, batch: Any) -> Run:
         run = self._new_run(batch, tuple(forward_only(own) for own in self.code.actions), is_training=False)
@@ -200,18 +246,22 @@ class Executor:
             for buffer, value in stage.updates:
                 by_name[buffer].tensor.copy_(values[value])
 
-    def _total_loss(self, run: Run) -> torch.Tensor:
-        """The loss summed over the axes where it is partial, then told to all stages with its dtype."""
-        told = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+    def _told(self, run: Run, suspicious: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """(loss of the global batch with its dtype, whether `suspicious` was not zero on some rank): the same on every rank."""
+        told = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        told[2] = suspicious
         for stage in self.program.stages:
-            if stage.loss is not None:
-                assert run.loss is not None
-                loss = run.loss.double()
-                for name in stage.loss_partial:
-                    all_reduce_bucket([loss], self.mesh.axis(name))
-                told[0], told[1] = loss, _LOSS_DTYPES.index(run.loss.dtype)
-        all_reduce_bucket([told], self.mesh.axis("pp"))
-        return told[0].to(_LOSS_DTYPES[int(told[1])])
+            if stage.loss is None:
+                continue
+            assert run.loss is not None
+            others = [axis for name, axis in self.mesh.axes.items() if name != "pp" and name not in stage.loss_partial]
+            if all(axis.index == 0 for axis in others):
+                told[0] = run.loss.double()
+            if all(axis.index == 0 for name, axis in self.mesh.axes.items() if name != "pp"):
+                told[1] = _LOSS_DTYPES.index(run.loss.dtype)
+        all_reduce_bucket([told], self.mesh.world)
+        loss, dtype, suspects = told.tolist()
+        return torch.tensor(loss, dtype=torch.float64, device=self.mesh.device).to(_LOSS_DTYPES[int(dtype)]), suspects > 0
 
 
 def _no_constants(name: str) -> torch.Tensor:

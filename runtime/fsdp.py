@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from runtime.collective import gather_into, scatter_into, wait
 from runtime.mesh import Axis, Mesh
@@ -54,9 +54,15 @@ class RecordedReduceScatter(_Comm):
         return work
 
 
-def shard(module: nn.Module, mesh: Mesh, *, zero: int) -> FSDPModule:
-    """Put a module's own parameters into one group that ZeRO stage `zero` divides over the data ranks. Gradients are sums."""
-    fully_shard(module, mesh=mesh.shards, reshard_after_forward=zero == 3)  # type: ignore[arg-type]
+def shard(module: nn.Module, mesh: Mesh, *, zero: int, read_dtype: torch.dtype | None = None) -> FSDPModule:
+    """Put a module's own parameters into one group that ZeRO stage `zero` divides over the data ranks. Gradients are sums.
+
+    `read_dtype`: the parameters are gathered in it and are fp32 at rest, their gradients are reduced and kept in fp32.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if read_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=read_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(module, mesh=mesh.shards, reshard_after_forward=zero == 3, mp_policy=policy)  # type: ignore[arg-type]
     assert isinstance(module, FSDPModule)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     module.set_gradient_divide_factor(1.0)  # losses are normalised already

@@ -62,6 +62,11 @@ class Mesh:
         found = self.axes.get(name)
         return found or Axis(name, 1, 0, (self.rank,), None, self.recorder, self.timeout_s, self.guard, self.device)
 
+    @property
+    def world(self) -> Axis:
+        """All ranks of the job in one line."""
+        return Axis("world", self.world_size, self.rank, tuple(range(self.world_size)), None, self.recorder, self.timeout_s, self.guard, self.device)
+
 
 CHANNELS = ("forward up", "forward down", "backward up", "backward down")
 

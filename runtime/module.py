@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from runtime.call import dtype_of
 from runtime.collective import share
 from runtime.compile import Compiled
+from runtime.master import Copies
 from runtime.mesh import Axis
 from runtime.program import BlockCode, Stored
 from runtime.random import bound
@@ -30,6 +32,7 @@ class _Slot:
 
     attribute: str
     shape: tuple[int, ...]
+    dtype: torch.dtype  # in which it is read
     is_parameter: bool
     share_over: Axis | None  # the gradient is complete on each data rank, but will be summed over them
 
@@ -40,6 +43,7 @@ class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner: Holder | None = None
+        self.copies = Copies()
         self._slots: dict[str, _Slot] = {}
         self._dtype: torch.dtype | None = None
 
@@ -51,7 +55,8 @@ class Holder(nn.Module):
                     self.inner = Holder()
                 return self.inner.hold(stored, local, at_least_1d=at_least_1d, share_over=share_over)
             self._dtype = local.dtype
-        slot = _Slot(f"t{len(self._slots)}", tuple(local.shape), stored.kind == "parameter", share_over if stored.requires_grad else None)
+        dtype = dtype_of(stored.spec.dtype)
+        slot = _Slot(f"t{len(self._slots)}", tuple(local.shape), dtype, stored.kind == "parameter", share_over if stored.requires_grad else None)
         self._slots[stored.name] = slot
         if slot.is_parameter:
             kept = local.reshape(1) if at_least_1d and local.dim() == 0 else local
@@ -78,12 +83,19 @@ class Holder(nn.Module):
     def has_parameters(self) -> bool:
         return any(slot.is_parameter for slot in self._slots.values())
 
+    @property
+    def read_dtype(self) -> torch.dtype | None:
+        """The dtype in which trainable parameters of this layer are read, where it is another than they rest in."""
+        found = {slot.dtype for slot in self._slots.values() if slot.is_parameter and getattr(self, slot.attribute).dtype != slot.dtype}
+        assert len(found) <= 1, found
+        return next(iter(found), None)
+
     def forward(self, function: Function, inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
-        stored = {**stored, **{name: self._read(slot) for name, slot in self._slots.items()}}
+        stored = {**stored, **{name: self._read(name, slot) for name, slot in self._slots.items()}}
         return function(inputs, stored) if self.inner is None else self.inner(function, inputs, stored)
 
-    def _read(self, slot: _Slot) -> torch.Tensor:
-        value = getattr(self, slot.attribute)
+    def _read(self, name: str, slot: _Slot) -> torch.Tensor:
+        value = self.copies.read(name, getattr(self, slot.attribute), slot.dtype)
         if value.shape != slot.shape:
             value = value.reshape(slot.shape)
         return value if slot.share_over is None else share(value, axis=slot.share_over)

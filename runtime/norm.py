@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.collective import wait
-from runtime.mesh import Axis, Mesh
+from runtime.mesh import Mesh
 from runtime.storage import Resident
 
 
@@ -58,5 +58,4 @@ def clip_grad_norm(residents: tuple[Resident, ...], mesh: Mesh, max_norm: float,
 
 def _over_world(value: torch.Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType) -> None:
     if mesh.world_size > 1:
-        world = Axis("world", mesh.world_size, mesh.rank, tuple(range(mesh.world_size)), None, mesh.recorder, mesh.timeout_s, mesh.guard, mesh.device)
-        wait(world, "all_reduce", value.nbytes, lambda: dist.all_reduce(value, op, async_op=True))
+        wait(mesh.world, "all_reduce", value.nbytes, lambda: dist.all_reduce(value, op, async_op=True))

@@ -262,6 +262,10 @@ class _Parser:
         kind = line.take("word")
         self.at += 1
         name, fqn, spec = line.name(), line.string(), line.dense_spec()
+        master = ""
+        if line.accept("master"):
+            line.expect("=")
+            master = line.take("word")
         trainable = line.accept("trainable")
         line.field("stages")
         stages = tuple(map(int, line.words()))
@@ -279,7 +283,7 @@ class _Parser:
                 where = line.arg()
                 assert isinstance(where, tuple)
                 chunks.append(Chunk(axis, *where))  # type: ignore[arg-type]
-        return Stored(name, fqn, tuple(aliases), kind, spec, tuple(chunks), trainable, partial, stages)  # type: ignore[arg-type]
+        return Stored(name, fqn, tuple(aliases), kind, spec, tuple(chunks), trainable, partial, stages, master)  # type: ignore[arg-type]
 
     def feeds(self) -> tuple[Feed, ...]:
         out = []

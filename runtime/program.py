@@ -44,6 +44,7 @@ class Stored:
     `shape` is the dense shape under the model's own name; the local tensor is the dense one cut by `chunks`
     in order. `partial` names the axes over which local gradients are a partial sum until the deferred reduction.
     `stages` holds every stage that keeps a copy (a tied parameter has several; its gradients are summed over them).
+    `master` is the dtype at rest where blocks read a copy in another one, that of `spec`; gradients have the dtype at rest.
     """
 
     name: str  # value name in the blocks
@@ -55,6 +56,12 @@ class Stored:
     requires_grad: bool
     partial: tuple[str, ...]
     stages: tuple[int, ...]
+    master: str = ""
+
+    @property
+    def at_rest(self) -> str:
+        """The dtype in which the tensor is kept."""
+        return self.master or self.spec.dtype
 
 
 @dataclass(frozen=True, slots=True)

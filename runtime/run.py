@@ -53,6 +53,7 @@ class Run:
     batch: Any
     state: Callable[[int, int], RandomState]  # (micro-batch, first global row)
     is_training: bool = True
+    loss_factor: float = 1.0  # gradients are those of the loss times this
     loss: torch.Tensor | None = None
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     predictions: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -139,7 +140,7 @@ class Run:
                     grads[transfer.value] = grads[transfer.value] + grad if transfer.value in grads else grad
         with self.mesh.recorder.action(action.kind, "backward", action.stage, action.micro_batch):
             if stage.loss is not None:
-                one = torch.ones_like(held.outputs[stage.loss])
+                one = torch.full_like(held.outputs[stage.loss], self.loss_factor)
                 grads[stage.loss] = grads[stage.loss] + one if stage.loss in grads else one
             roots = [name for name in grads if held.outputs[name].requires_grad]
             self.code.storages[action.stage].before_backward(
@@ -159,6 +160,7 @@ class Run:
     def _backward_weights(self, action: Action) -> None:
         with self.mesh.recorder.action("BW", "backward", action.stage, action.micro_batch):
             add(self._later.pop((action.stage, action.micro_batch)))
+            self.code.storages[action.stage].widen_grads()
             own = self.code.actions[self.mesh.axis("pp").index]
             if action == max((a for a in own if a.kind == "BW" and a.stage == action.stage), key=own.index):
                 self.code.storages[action.stage].finish_backward()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from runtime.master import master_of
+
 Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # weight, its gradient
 
 
@@ -30,16 +32,17 @@ class WeightGrads:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`aten.linear` that puts off its weight's gradient. x (..., K), weight (N, K) -> (..., N)."""
-        if not (weight.is_leaf and weight.requires_grad and x.requires_grad and weight.dim() == 2):
+        resting = master_of(weight)
+        if not (resting.is_leaf and weight.requires_grad and x.requires_grad and weight.dim() == 2):
             return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, self)  # type: ignore[return-value]
+        return _Linear.apply(x, weight, bias, self, resting)  # type: ignore[return-value]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: WeightGrads) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: WeightGrads, resting: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later, ctx.weight, ctx.has_bias = later, weight, bias is not None
+        ctx.later, ctx.weight, ctx.has_bias = later, resting, bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -49,12 +52,12 @@ class _Linear(torch.autograd.Function):
         dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.detach().reshape(-1, x.shape[-1])
         ctx.later.pending.append((ctx.weight, lambda: dy_rows.t() @ x_rows))
         bias = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return dy @ weight, None, bias, None
+        return dy @ weight, None, bias, None, None
 
 
 def add(later: list[Later]) -> None:
     """Compute what was put off and add it to the weights' gradients."""
     with torch.no_grad():
         for weight, gradient in later:
-            found = gradient()
+            found = gradient().to(weight.dtype)
             weight.grad = found if weight.grad is None else weight.grad.add_(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def collect(residents: tuple[Resident, ...], mesh: Mesh, stage_ranks: tuple[int,
     mine = owned(residents, mesh, stage_ranks)
     pp, out = mesh.axis("pp"), {}
     names: list[list[tuple[str, tuple[str, ...], TensorSpec]]] = [[] for _ in range(pp.size)]
-    own_names = [(r.stored.fqn, r.stored.aliases, r.stored.spec) for r in mine if pick(r) is not None]
+    own_names = [(r.stored.fqn, r.stored.aliases, replace(r.stored.spec, dtype=r.stored.at_rest)) for r in mine if pick(r) is not None]
     if pp.group is not None:
         dist.all_gather_object(names, own_names, group=pp.group)
     else:

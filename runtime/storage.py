@@ -11,14 +11,15 @@ Source: Zhao et al. 2023 (PyTorch FSDP), Rajbhandari et al. 2020 (ZeRO).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from runtime.call import dtype_name
+from runtime.call import dtype_name, dtype_of
 from runtime.collective import Part, raw_all_gather
 from runtime.flow import flow, has_backward, users
 from runtime.fsdp import chain_prefetch, shard
@@ -155,20 +156,34 @@ class Storage:
         root.set_requires_gradient_sync(True)
         root.set_reshard_after_backward(True)
         root.set_is_last_backward(True)
-        state = root._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            for group in each._fsdp_param_groups:
-                group.post_backward()
-        state._root_post_backward_final_callback()
+        for group in self._groups():
+            group.post_backward()
+        root._get_fsdp_state()._root_post_backward_final_callback()
 
     @property
     def fsdp_modules(self) -> tuple[FSDPModule, ...]:
         return tuple(m for m in self.module.modules() if isinstance(m, FSDPModule))
 
     def reshard(self) -> None:
-        """Drop the gathered parameters, so that later changes of the shards are seen."""
+        """Drop the gathered parameters and copies in another dtype, so that later changes of the shards are seen."""
         for module in self.fsdp_modules:
             module.reshard()
+        for module in self.module.modules():
+            if isinstance(module, Holder):
+                module.copies.drop()
+
+    def widen_grads(self) -> None:
+        """Keep what was added to the gradients of gathered weights since the last call in the dtype of their reduction."""
+        for group in self._groups() if self.zero else ():
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+    def _groups(self) -> Iterator[Any]:
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        for each in root._get_fsdp_state()._state_ctx.all_states:
+            yield from each._fsdp_param_groups
 
 
 def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_split_backward: bool = False) -> Storage:
@@ -192,7 +207,7 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
 
     state = tuple(stored for stored in stage.stored if stored.kind != "constant")
     for stored in state:
-        local = cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh).to(mesh.device)
+        local = cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh).to(mesh.device, dtype_of(stored.at_rest))
         share_over = mesh.axis("dp") if zero and "dp" not in stored.partial else None
         holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
     if zero:
@@ -208,7 +223,8 @@ def constants(stage: StageCode, dense: Dense, mesh: Mesh) -> dict[str, torch.Ten
 
 
 def _checked(value: torch.Tensor, stored: Stored) -> torch.Tensor:
-    if tuple(value.shape) != stored.spec.shape or dtype_name(value.dtype) != stored.spec.dtype:
+    is_cast = bool(stored.master) and value.is_floating_point()
+    if tuple(value.shape) != stored.spec.shape or not (is_cast or dtype_name(value.dtype) == stored.spec.dtype):
         raise ValueError(f"{stored.fqn} should be {stored.spec.shape} {stored.spec.dtype}, found {tuple(value.shape)} {dtype_name(value.dtype)}")
     return value
 
@@ -219,8 +235,8 @@ def _shard(stage: StageCode, module: StageModule, mesh: Mesh, zero: int, *, is_s
     forward, backward = [], []
     zero = min(zero, 2) if is_split_backward else zero  # weights stay gathered until the last half pass
     for block in body.blocks:
-        layers = [shard(layer, mesh, zero=zero) for layer in module.block(block.name).layers() if layer.has_parameters]
+        layers = [shard(layer, mesh, zero=zero, read_dtype=layer.read_dtype) for layer in module.block(block.name).layers() if layer.has_parameters]
         forward += reversed(layers)
         backward += reversed(layers) if has_backward(block, found) else []
-    root = [shard(layer, mesh, zero=zero) for layer in module.layers() if layer.has_parameters or layer is module]
+    root = [shard(layer, mesh, zero=zero, read_dtype=layer.read_dtype) for layer in module.layers() if layer.has_parameters or layer is module]
     chain_prefetch([*reversed(root), *forward], backward)

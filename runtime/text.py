@@ -139,7 +139,7 @@ def _once_a_step(p: Program, s: StageCode) -> Iterator[str]:
 def _stored(s: Stored) -> str:
     chunks = " ".join(f"{c.axis}({c.dim}, {c.outer}, {c.size}, {c.inner})" for c in s.chunks)
     aliases = f" aliases={json.dumps(list(s.aliases), separators=(',', ':'))}" if s.aliases else ""
-    trainable = " trainable" if s.requires_grad else ""
+    trainable = f"{f' master={s.master}' if s.master else ''}{' trainable' if s.requires_grad else ''}"
     return f"{s.kind} {name(s.name)} {json.dumps(s.fqn)} {spec(s.spec)}{trainable} stages={words(s.stages)} partial={words(s.partial)}{aliases}" + (
         f" chunks {chunks}" if chunks else ""
     )

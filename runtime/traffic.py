@@ -63,13 +63,14 @@ def moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
             specs.update(_specs(instr))
             yield from ((use.kind, use.axis, "forward", use.num_bytes) for use in forward_uses(instr, specs, sizes))
     for stage in program.stages:
-        for count in rows:
+        for count in dict.fromkeys(rows):
             body = next(body for body in stage.bodies if body.rows == count)
-            yield from _body_moves(program, stage, body, sizes)
+            yield from tuple(_body_moves(program, stage, body, sizes)) * rows.count(count)
         if sharding(program) > 1:
             yield from _fsdp_moves(program, stage, len(rows))
     yield from _reduction_moves(program, coordinates)
-    yield from _loss_moves(program, sizes)
+    if math.prod(sizes.values()) > 1:
+        yield "all_reduce", "world", "reduce", 24  # the loss, its dtype and what is not finite, each a float64
 
 
 def sharding(program: Program) -> int:
@@ -251,15 +252,15 @@ def fsdp_groups(program: Program, stage: StageCode) -> tuple[Group, ...]:
     found, stored = flow(stage, body), {s.name: s for s in stage.stored}
     blocks = {block.name: block for block in body.blocks}
 
-    def padded(name: str) -> int:
+    def padded(name: str, dtype: str) -> int:
         rows, *rest = local_shape(stored[name], sizes) or (1,)
-        return math.ceil(rows / num_ranks) * num_ranks * math.prod(rest) * dtype_of(stored[name].spec.dtype).itemsize
+        return math.ceil(rows / num_ranks) * num_ranks * math.prod(rest) * dtype_of(dtype).itemsize
 
     out = []
     for owner, names in groups(stage, is_split_backward=is_split_backward(program)):
         passes = has_backward(blocks[owner], found) if owner is not None else bool(found.arrives)
-        grads = sum(padded(name) for name in names if name in found.arrives and stored[name].requires_grad)
-        out.append(Group(owner, names, sum(padded(name) for name in names), grads, passes))
+        grads = sum(padded(name, stored[name].at_rest) for name in names if name in found.arrives and stored[name].requires_grad)
+        out.append(Group(owner, names, sum(padded(name, stored[name].spec.dtype) for name in names), grads, passes))
     return tuple(out)
 
 
@@ -284,7 +285,7 @@ def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> i
         rows, *rest = shape or (1,)
         each, index = math.ceil(rows / parts), coordinates.get("dp", 0) % parts
         shape = (max(0, min(rows, (index + 1) * each) - index * each), *rest)
-    return math.prod(shape) * dtype_of(stored.spec.dtype).itemsize
+    return math.prod(shape) * dtype_of(stored.at_rest).itemsize
 
 
 def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
@@ -296,7 +297,7 @@ def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Mov
         by_dtype: dict[str, list[int]] = {}
         for stored, axes in grads:
             if axes[place : place + 1] == (axis,):
-                by_dtype.setdefault(stored.spec.dtype, []).append(shard_bytes(stored, program, coordinates))
+                by_dtype.setdefault(stored.at_rest, []).append(shard_bytes(stored, program, coordinates))
         for own in by_dtype.values():
             yield from (("all_reduce", axis, "reduce", sum(bucket)) for bucket in bucket_sizes(own))
     ranks, me = program.stage_ranks, coordinates.get("pp", 0)
@@ -305,12 +306,3 @@ def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Mov
         holders = list(dict.fromkeys(ranks[s] for s in sorted(stored.stages)))
         sends = (len(holders) - 1 if holders[0] == me else 1) if len(holders) > 1 else 0
         yield from [("send", "tied", "reduce", shard_bytes(stored, program, coordinates))] * sends
-
-
-def _loss_moves(program: Program, sizes: Mapping[str, int]) -> Iterator[Move]:
-    """The loss is summed as one float64, then told to all stages with its dtype."""
-    for stage in program.stages:
-        if stage.loss is not None:
-            yield from (("all_reduce", axis, "reduce", 8) for axis in stage.loss_partial if sizes.get(axis, 1) > 1)
-    if sizes.get("pp", 1) > 1:
-        yield "all_reduce", "pp", "reduce", 16

@@ -1,0 +1,36 @@
+"""Whether a step's loss and gradients are finite, as all ranks agree.
+
+Every rank adds up its own gradients and tells by a number, together with the loss, whether the sum is finite. Only where one
+is not, each looks at its tensors one by one (a sum can overflow though its terms are finite) and tells all which are at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from runtime.mesh import Mesh
+from runtime.storage import Resident
+
+
+def suspicion(residents: Iterable[Resident], device: torch.device) -> torch.Tensor:
+    """A float64 scalar: 0 where the gradients here are finite, 1 where they may not be."""
+    sums = [_real(r.local(r.tensor.grad)).sum().double() for r in residents if r.tensor.grad is not None]
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    return (~torch.isfinite(total)).double()
+
+
+def not_finite(residents: Iterable[Resident], mesh: Mesh) -> tuple[str, ...]:
+    """Names of parameters, anywhere in the job, whose gradient is not finite. All ranks call it."""
+    own = [r.stored.fqn for r in residents if r.tensor.grad is not None and not bool(torch.isfinite(r.local(r.tensor.grad)).all())]
+    told: list[list[str]] = [own]
+    if mesh.world_size > 1:
+        told = [[] for _ in range(mesh.world_size)]
+        dist.all_gather_object(told, own)
+    return tuple(sorted({name for names in told for name in names}))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
