@@ -3,13 +3,14 @@
 A GPU covers C with tiles that its SMs take in waves. With tiles of x by y on S SMs, s-way split of k,
 
     waves     = ceil(b ceil(m/x) ceil(n/y) s / S)
-    compute_s = waves * 2 x y (k/s + half_k) / (peak of one SM * ceiling * tile_share)
+    compute_s = (waves + DRAIN) * 2 x y (k/s + half_k) / (peak of one SM * ceiling * tile_share)
     memory_s  = (bytes of A, B, C + partial sums of a split) / bandwidth
     seconds   = max(compute_s, memory_s) + shortest kernel
 
 and the library picks the best of the tiles and splits, as cuBLAS heuristics do. half_k is the prologue and epilogue
-of a tile in units of k. Small tiles reuse less and reach `tile_share` of a large one. Dimensions that are no multiple
-of 8 elements lose the vector loads of tensor cores and pay `UNALIGNED`. A CPU core has no waves.
+of a tile in units of k; DRAIN the time in which the device fills and empties, in waves. Small tiles reuse less and reach
+`tile_share` of a large one. Dimensions that are no multiple of 8 elements lose the vector loads of tensor cores and pay
+`UNALIGNED`. A CPU core has no waves.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from costmodel.cluster import Device
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
 SPLITS = (1, 2, 4, 8)
 UNALIGNED = 2.5
+DRAIN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def gemm_s(gemm: Gemm, dtype: str, item_bytes: int, device: Device, constants: D
             if split > 1 and (tiles * split > 2 * device.num_sms or gemm.k // split < 256):
                 break
             waves = -(-tiles * split // device.num_sms)
-            compute_s = waves * 2 * x * y * (gemm.k / split + constants.gemm_half_k) / (sm_rate * share)
+            compute_s = (waves + DRAIN) * 2 * x * y * (gemm.k / split + constants.gemm_half_k) / (sm_rate * share)
             partial = 0 if split == 1 else 8 * split * gemm.b * gemm.m * gemm.n
             best = min(best, max(compute_s, (moved + partial) / bandwidth))
     aligned = item_bytes == 4 or all(size % 8 == 0 for size in (gemm.k, gemm.n))
