@@ -46,6 +46,7 @@ from costmodel.cluster import Cluster
 from costmodel.memory import widths
 from costmodel.prices import Prices
 
+_ENOUGH = 0.005  # the search ends once nothing left can be faster by more
 _NUM_MESHES = 5  # worked out at least, where there are as many
 _LEAN = (0.5, 5.0)  # weights of memory against time where nothing fits
 
@@ -136,7 +137,7 @@ class Searcher:
         while heap:
             bound_s, level, shape = heapq.heappop(heap)
             late = self.task.time_limit_s is not None and time.monotonic() - start_s > self.task.time_limit_s
-            if bound_s >= best_s or (late and outcome.fitting):
+            if bound_s >= best_s * (1 - _ENOUGH) or (late and outcome.fitting):
                 break
             if level < 2:
                 tighter = self._operator_bound(shape) if level == 0 else self._program_bound(shape)

@@ -7,12 +7,14 @@ from handmade import FlatPrices, transformer
 
 from autoplan.constraints import Constraints
 from autoplan.explore import Searcher, Task
+from autoplan.forecast import CollectiveUse
 from autoplan.load import Pass, Send, StageLoad
 from autoplan.lower import lower
 from autoplan.price import Pricer
 from autoplan.replay import Step, durations, held, least_step, replay, stage_memory, step_seconds
 from autoplan.search import forecast_of, plan_of
-from autoplan.simulate import forecast
+from autoplan.simulate import forecast, stage_uses
+from autoplan.workload import load_of
 from costmodel.cluster import Cluster
 
 
@@ -90,6 +92,12 @@ def test_the_program_takes_what_the_search_thought(fixed: dict) -> None:
     told = forecast(lower(plan, graph), plan, graph, prices)
     assert told.step_time_s == pytest.approx(thought.step_time_s, rel=0.02)
     assert told.peak_memory_bytes == pytest.approx(thought.peak_memory_bytes, rel=0.05)
-    assert {(c.kind, c.axis, c.phase): c.num_bytes for c in told.collectives} == pytest.approx(
-        {(c.kind, c.axis, c.phase): c.num_bytes for c in thought.collectives}
-    )
+    how = searcher.step(outcome.best().shape, outcome.best().storing)
+    for program in lower(plan, graph):
+        for stage in program.stages:
+            read = stage_uses(load_of(program, stage, graph, searcher.pricer), how)
+            assert _by_kind(read) == pytest.approx(_by_kind(stage_uses(outcome.best().loads[stage.index], how)))
+
+
+def _by_kind(uses: tuple[CollectiveUse, ...]) -> dict[tuple[str, str, str], int]:
+    return {(use.kind, use.axis, use.phase): use.num_bytes for use in uses}
