@@ -240,8 +240,10 @@ class ParallelModel:
         return planned if rows == row_shares(planned, self.data_size)[self.data_rank] else rows
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This rank's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+        """This rank's parameters, for an optimizer. A rank whose stages hold none gives one of no elements, since torch's optimizers
+        refuse an empty list."""
+        held = [parameter for _, parameter in self.named_parameters()]
+        return iter(held or [torch.nn.Parameter(torch.empty(0))])
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under the model's own names."""
