@@ -49,7 +49,7 @@ def find_plan(
     from autoplan.search import search
 
     found = load_cluster(cluster)
-    graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn)
+    graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn, precision=precision)
     return search(
         graph, found, prices or AnalyticPrices(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s
     )

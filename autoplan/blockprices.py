@@ -195,7 +195,7 @@ def _weight(local: LocalGraph, name: str, rest: Layout | None, group: RankGroup)
     value = local.graph.values[name]
     shape = value.spec.shape
     num_bytes = bytes_of(shape, value.spec.dtype)
-    deferred_s = _deferred_s(local, num_bytes, group) if value.requires_grad else 0.0
+    deferred_s = _deferred_s(local, bytes_of(shape, local.graph.at_rest(name)), group) if value.requires_grad else 0.0
     return Weight(name, num_bytes, num_bytes // itemsize(value.spec.dtype), rest, value.requires_grad, deferred_s)
 
 
@@ -212,7 +212,7 @@ def price_move(local: LocalGraph, name: str, src: Layout, dst: Layout, group: Ra
     value = local.graph.values[name]
     num_bytes = local.num_bytes(name)
     if value.kind == "parameter" and dst == VARY:
-        num_bytes = bytes_of(value.spec.shape, value.spec.dtype)  # gradients are summed in the parameter's own precision
+        num_bytes = bytes_of(value.spec.shape, local.graph.at_rest(name))  # gradients are summed in the parameter's own precision
     backward = found.backward if value.requires_grad else None
     backward_s = _move_s(local, backward, num_bytes, group)
     if value.kind == "parameter" and dst == VARY and backward is not None:

@@ -37,7 +37,7 @@ from autoplan.errors import InfeasibleError
 from autoplan.forecast import Memory
 from autoplan.graph import Graph, options
 from autoplan.load import BUCKET_BYTES, StageLoad
-from autoplan.price import Pricer, axis_group, bytes_of
+from autoplan.price import Pricer, axis_group, bytes_of, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Durations, Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space
@@ -114,7 +114,7 @@ class Searcher:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.outline = Outline(task.graph)
-        self.pricer = Pricer(task.prices, task.precision)
+        self.pricer = Pricer(task.prices, precision_left(task.graph, task.precision))
         self.batch = task.graph.batch_size or 1
         self.width = widths(task.precision, task.optimizer, _parameter_width(task.graph))
         self.limit_bytes = min(task.prices.memory_limit_bytes(rank) for rank in _distinct_ranks(task.cluster))

@@ -34,6 +34,7 @@ from autoplan.errors import CaptureError
 from autoplan.fingerprint import fingerprint
 from autoplan.flops import flops
 from autoplan.graph import Graph, Op, Value
+from autoplan.precision import cast_batch, check_precision, computing_in
 from autoplan.saved import saved
 from autoplan.shardsim import with_proved_rules
 from runtime.call import dtype_of
@@ -44,14 +45,19 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 _PREFIX = "module."  # of everything that the wrapper holds
 
 
-def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, training: bool = True, check: bool = True) -> Graph:
+def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, training: bool = True, check: bool = True, precision: str | None = None) -> Graph:
     """One training (or evaluation) step of `model` on the global batch, as a Graph.
 
     `batch` is a dict of keyword arguments or a tuple of positional ones; its tensors hold the rows of the batch in dim 0. The model may be on
     the meta device: nothing is allocated then. The loss is the model's scalar output, its `.loss` or ["loss"], or `loss_fn(output, batch)`; without
-    one the graph's `loss` is None. With `check` a model that holds data is compared with the graph in loss and gradients.
+    one the graph's `loss` is None. With `check` a model that holds data is compared with the graph in loss and gradients. `precision`
+    ("fp32", "bf16", "fp16") captures what the model computes in it (autoplan/precision.py).
     Raises CaptureError for what cannot be captured exactly, UsageError (a ValueError) for a batch that makes no sense.
     """
+    check_precision(precision)
+    if precision is not None:
+        with computing_in(model, precision):
+            return replace(capture(model, cast_batch(batch, precision), loss_fn, training=training, check=check), precision=precision)
     _refuse(model)
     paths, tensors, treedef, plain = _flatten(batch)
     notes = _rows(paths, tensors)

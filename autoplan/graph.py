@@ -130,6 +130,7 @@ class Graph:
     constants: Mapping[str, Any] = field(compare=False, repr=False, default_factory=dict)  # value name -> CPU tensor
     training: bool = True
     warnings: tuple[str, ...] = ()
+    precision: str | None = None  # that it was captured in; parameters and buffers rest in fp32 then
 
     @cached_property
     def producer(self) -> Mapping[str, int]:
@@ -144,6 +145,11 @@ class Graph:
             for name in dict.fromkeys(op.operands):
                 found.setdefault(name, []).append(i)
         return {name: tuple(where) for name, where in found.items()}
+
+    def at_rest(self, name: str) -> str:
+        """The dtype in which a parameter or buffer is kept, and its gradient summed."""
+        dtype = self.values[name].spec.dtype
+        return "float32" if self.precision is not None and dtype in ("float32", "bfloat16", "float16") else dtype
 
     @cached_property
     def batch_size(self) -> int | None:

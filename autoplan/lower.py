@@ -23,6 +23,7 @@ from autoplan.graph import Graph, Option, options
 from autoplan.layout import VARY, WHOLE, Layout, Split
 from autoplan.peephole import fuse_bias
 from autoplan.plan import Plan
+from autoplan.precision import MASTER
 from autoplan.variants import AxisAssignment, Emitter, Rows
 from runtime.instr import uses
 from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, StageCode, Stored, Transfer
@@ -325,7 +326,11 @@ def _stored(context: _Context, emitter: Emitter, local: str) -> Stored:
     stages = tuple(readers) or (0,)
     kind = value.kind
     assert kind in ("parameter", "buffer", "constant")
-    return Stored(local, value.fqn or name, value.aliases or (value.fqn or name,), kind, value.spec, tuple(chunks), value.requires_grad, partial, stages)
+    at_rest = context.graph.at_rest(name) if kind != "constant" else value.spec.dtype
+    master = at_rest if context.graph.precision is not None and at_rest == MASTER else ""
+    return Stored(
+        local, value.fqn or name, value.aliases or (value.fqn or name,), kind, value.spec, tuple(chunks), value.requires_grad, partial, stages, master
+    )
 
 
 def _with_sends(stages: Sequence[StageCode]) -> list[StageCode]:

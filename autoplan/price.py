@@ -34,6 +34,11 @@ def compute_dtype(dtype: str, precision: str | None) -> str:
     return "float32" if precision == "fp32" and dtype in ("bfloat16", "float16", "float64") else dtype
 
 
+def precision_left(graph: Graph, precision: str | None) -> str | None:
+    """The precision that is still to be applied to the dtypes of `graph`; None for a graph that was captured in it."""
+    return None if graph.precision == precision else precision
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""
     return dtype_of(dtype).itemsize

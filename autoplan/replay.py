@@ -266,17 +266,21 @@ def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) ->
     kept = states(load.trained_elements, width, step.zero if step.shards > 1 else 0, step.shards, max(load.units, default=0))
     frozen = load.parameter_elements - load.trained_elements
     frozen_bytes = width.parameter * (-(-frozen // step.shards) if step.zero == 3 else frozen)
-    shards = 0
-    if step.zero in (1, 2) and step.shards > 1 and width.master == 0:
-        shards = width.parameter * -(-load.trained_elements // step.shards)  # kept beside the gathered copy
+    parameters, gathered = kept.parameters + frozen_bytes, kept.gathered
+    if step.zero in (1, 2) and step.shards > 1 and width.master == 0:  # shards are at rest, and a gathered copy beside them
+        parameters, gathered = width.parameter * -(-load.parameter_elements // step.shards), parameters
+    if width.master:  # masters are what rests (counted with the optimizer); the working copy is kept through a step, or gathered
+        if step.zero and step.shards > 1:
+            parameters, gathered = 0, gathered if step.zero == 3 else parameters
+        parameters += width.master * -(-frozen // step.shards)
     bucket = min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0
     return Memory(
-        parameters=kept.parameters + frozen_bytes + shards,
+        parameters=parameters,
         gradients=kept.gradients,
         optimizer=kept.optimizer,
         activations=held * load.saved_bytes + load.transient_bytes,
         buffers=load.buffer_bytes,
-        communication=kept.gathered + bucket + 2 * received_bytes,
+        communication=gathered + bucket + 2 * received_bytes,
     )
 
 

@@ -14,7 +14,7 @@ from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan
-from autoplan.price import Pricer
+from autoplan.price import Pricer, precision_left
 from autoplan.replay import Durations, Step, Timeline, durations, received_bytes, replay, stage_memory, stage_widths
 from autoplan.workload import load_of, model_of
 from costmodel.prices import Prices
@@ -135,14 +135,14 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
 
     `plan` may lack its own forecast's figures; its precision, optimizer and splits are used.
     """
-    pricer = Pricer(prices, plan.precision)
+    pricer = Pricer(prices, precision_left(graph, plan.precision))
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
     loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
     first = programs[0]
     step = Step(first.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks, overlap)
     told = assemble(loads, step, model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision), pricer)
     # the programs move what the model was captured with; another precision is priced, not lowered
-    return replace(told, collectives=program_uses(programs)) if plan.precision in (None, "fp32") else told
+    return replace(told, collectives=program_uses(programs)) if precision_left(graph, plan.precision) in (None, "fp32") else told
 
 
 def program_uses(programs: Sequence[Program]) -> tuple[CollectiveUse, ...]:

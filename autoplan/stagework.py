@@ -91,17 +91,18 @@ class Work:
         frozen = _spans([b.point.parameter_elements - b.point.trained_elements for b in self.blocks])
         saved = _spans([b.saved_bytes for b in self.blocks])
         n, zero = step.shards, step.zero if step.shards > 1 else 0
+        shard = width.parameter / n if zero in (1, 2) and width.master == 0 else 0
         states = (
             width.parameter / (n if zero == 3 else 1)
             + width.gradient / (n if zero >= 2 else 1)
             + (width.master + width.optimizer) / (n if zero >= 1 else 1)
-            + (width.parameter / n if zero in (1, 2) and width.master == 0 else 0)
+            + shard
         )
         largest = max(b.point.parameter_elements for b in self.blocks) * width.parameter if zero == 3 else 0
         bucket = BUCKET_BYTES if zero == 0 and step.degree("dp") > 1 else 0
         received = 2 * max(b.leave_bytes for b in self.blocks) if step.degree("pp") > 1 else 0
         fixed = largest + bucket + received + max(b.transient_bytes for b in self.blocks) + self.buffer_bytes(0, len(self.outline.graph.blocks))
-        rest = trained * states + frozen * width.parameter / (n if zero == 3 else 1) + fixed
+        rest = trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed
         stages, m = step.degree("pp"), step.num_micro_batches
         held = [m if step.schedule == "gpipe" else min(stages - j, m) for j in range(stages)]
         return [rest + count * saved <= limit_bytes for count in held]

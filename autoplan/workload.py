@@ -23,6 +23,7 @@ from autoplan.graph import Graph, Op
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
 from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
 from costmodel.opkey import CollectiveKind, OpKey, OpTime
+from runtime.call import dtype_of
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
@@ -250,15 +251,20 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer) ->
         trained_elements=sum(elements[s.name] for s in trained),
         parameter_width=max(widths, default=4),
         units=_units(body, elements),
-        buffer_bytes=sum(reader.size(s.name) for s in stage.stored if s.kind != "parameter"),
+        buffer_bytes=sum(reader.size(s.name) + _master_bytes(s, reader.degrees) for s in stage.stored if s.kind != "parameter"),
         saved_bytes=sum(saved.values()) + extra,
         transient_bytes=transient,
         flops=number,
         traffic=tuple(traffic),
-        deferred=tuple((a, elements[s.name] * spec_bytes(TensorSpec((1,), s.spec.dtype))) for s in trained for a in s.partial if a != "dp"),
-        tied_bytes=sum(elements[s.name] * spec_bytes(TensorSpec((1,), s.spec.dtype)) for s in trained if len(s.stages) > 1),
+        deferred=tuple((a, elements[s.name] * dtype_of(s.at_rest).itemsize) for s in trained for a in s.partial if a != "dp"),
+        tied_bytes=sum(elements[s.name] * dtype_of(s.at_rest).itemsize for s in trained if len(s.stages) > 1),
         preamble_s=_preamble_s(program, graph, pricer, stage, body),
     )
+
+
+def _master_bytes(stored: Stored, degrees: Mapping[str, int]) -> int:
+    """Bytes at rest of a tensor that is read as a copy in another dtype."""
+    return math.prod(local_shape(stored, degrees)) * dtype_of(stored.master).itemsize if stored.master not in ("", stored.spec.dtype) else 0
 
 
 def _units(body: Body, elements: Mapping[str, int]) -> tuple[int, ...]:
