@@ -15,8 +15,8 @@ from typing import Any
 
 import pulp
 import torch
-from autoplan.capture import capture
 
+from autoplan import capture
 from autoplan.api import load_cluster
 from autoplan.constraints import Constraints
 from autoplan.modelsource import BatchSizes, load
