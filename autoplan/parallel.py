@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from autoplan.agreement import from_first_rank, share_weights
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
 from autoplan.constraints import Constraints
-from autoplan.errors import AutoplanError, UnsupportedOpError, UsageError
+from autoplan.errors import StalePlanError, UsageError
 from autoplan.evaluation import evaluation_graph
 from autoplan.example import example_batch
 from autoplan.forecast import Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.lower import lower, row_shares
+from autoplan.optimizers import optimizer_class, protect
 from autoplan.plan import Plan
+from autoplan.precision import cast_batch, check_precision
 from autoplan.retarget import check_plan, retarget
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.timeline import joined, measured, rank_events
@@ -31,9 +34,8 @@ from costmodel.detect import detect
 from runtime.executor import Executor
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
 from runtime.program import Program
+from runtime.scaling import LossScale
 
-# They update every element from its own gradient and state alone, so a shard of a tensor updates as the whole tensor would.
-ELEMENTWISE_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD")
 _MAX_SHAPES = 8  # captured input shapes that are kept
 
 
@@ -60,14 +62,18 @@ def parallelize(
     """`model` as this job trains it, under torchrun or alone. Every rank calls it with the same arguments.
 
     `batch` is an example of the global batch; without one it is taken from what the model offers, or planning waits for the
-    first `forward_backward`. `plan` (a Plan or its file) is used instead of searching. Raises the errors of `find_plan`, and
-    StalePlanError for a plan of another model or number of ranks.
+    first `forward_backward`. `plan` (a Plan or its file) is used instead of searching. `precision`: "fp32", "bf16" or "fp16"
+    (autoplan/precision.py); None computes as the plan says, or as the model is. Raises the errors of `find_plan`, and
+    StalePlanError for a plan of another model, precision or number of ranks.
     """
-    if precision not in (None, "fp32"):
-        raise UnsupportedOpError(f"precision {precision!r} can be planned but not executed yet: convert the model itself, or leave precision out.")
+    check_precision(precision)
     device = default_device()
     init_process_group(device, timeout_s=600.0)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if given is not None:
+        if precision not in (None, given.precision):
+            raise StalePlanError(f"the plan computes in {given.precision or 'the precision of the model'}, asked for is {precision}: plan again for it.")
+        precision = given.precision
     settings = _Settings(given, cluster, constraints or Constraints(), loss_fn, optimizer, precision, seed, device)
     parallel = ParallelModel(model, settings)
     rows = given.global_batch if given is not None else max(8, 2 * _world_size())
@@ -108,15 +114,27 @@ class ParallelModel:
         """Capture, plan and place the model's tensors for batches like `batch`. Done once; later calls change nothing."""
         if self._executor is not None:
             return
-        graph = capture(self._model, batch, self._settings.loss_fn)
-        plan = self._planned(graph)
+        share_weights(self._model)
+        precision = self._settings.precision
+        graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, precision=precision))
+        plan = self._for_graph(self._planned(graph), graph, batch)
         check_plan(plan, graph, _world_size())
+        batch = cast_batch(batch, precision)
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device)
         self._graphs[shape_key(batch, plan.global_batch)] = (graph, plan)
         self._plan = plan
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = _dense_source(self._model, graph)
-        self._executor = Executor(program, mesh, dense, seed=self._settings.seed, random_by_element=True)
+        scale = LossScale() if precision == "fp16" else None
+        self._executor = Executor(program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale)
+        protect(self._executor.trainable)
+
+    def _for_graph(self, plan: Plan, graph: Graph, batch: Batch) -> Plan:
+        """The plan for a graph captured in a precision, where it was made from the same model's graph without one."""
+        if graph.precision is None or plan.model_fingerprint == graph.fingerprint:
+            return plan
+        plain = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, check=False))
+        return retarget(plan, plain, graph) if plan.model_fingerprint == plain.fingerprint else plan
 
     def _planned(self, graph: Graph) -> Plan:
         """The given plan, or one that rank 0 searches and every rank takes."""
@@ -125,18 +143,11 @@ class ParallelModel:
             return settings.plan
         from autoplan.planfile import dumps, loads
 
-        shared: list[Any] = [None]
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(_world_size())
-                shared = [dumps(find_plan(graph, None, cluster, settings.constraints, settings.optimizer, settings.precision))]
-            except AutoplanError as error:
-                shared = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(shared, src=0)
-        if isinstance(shared[0], AutoplanError):
-            raise shared[0]
-        return loads(shared[0])
+        def text() -> str:
+            cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(_world_size())
+            return dumps(find_plan(graph, None, cluster, settings.constraints, settings.optimizer, settings.precision))
+
+        return loads(from_first_rank(text))
 
     def _program(self, batch: Batch, rows: int, kind: str, mesh: Mesh) -> Program:
         """The program of this rank for a batch of `rows` rows; captures again for inputs of another shape."""
@@ -155,7 +166,7 @@ class ParallelModel:
         """Capture inputs of another shape and carry the plan's decisions over: same operators, other sizes. Numbers that the model
         computes from its sizes (a mean written as sum / x.shape[0]) are right only for the shape that they were captured with."""
         first_graph, plan = next(iter(self._graphs.values()))
-        graph = capture(self._model, batch, self._settings.loss_fn, check=False)
+        graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision))
         self._graphs[key] = (graph, retarget(plan, first_graph, graph))
         if len(self._graphs) > _MAX_SHAPES:
             oldest = list(self._graphs)[1]
@@ -194,8 +205,9 @@ class ParallelModel:
     def forward_backward(self, batch: Batch | Share) -> torch.Tensor:
         """Run all micro-batches of a global batch (or of this rank's Share of one) and add to the gradients.
 
-        Returns the loss of the global batch, the same scalar on every rank. Raises UsageError, before anything runs, for a batch
-        that cannot be dealt to the ranks.
+        Returns the loss of the global batch, the same scalar on every rank. Where the loss or a gradient is not finite, the step is
+        skipped by all ranks alike: it adds nothing (`step_was_skipped`). Raises UsageError, before anything runs, for a batch that
+        cannot be dealt to the ranks.
         """
         if not self.training:
             raise UsageError("forward_backward was called in evaluation mode: call train() first, or evaluate(batch).")
@@ -209,7 +221,7 @@ class ParallelModel:
         """The model's output besides the loss, in evaluation mode, all rows in order, on the data rank 0 of the stage that makes it;
         None elsewhere. A tuple where there are several."""
         executor = self._bound(batch, "evaluate")
-        found = executor.predict(batch.batch if isinstance(batch, Share) else batch)
+        found = executor.predict(self._content(batch))
         outputs = tuple(found[name] for stage in executor.program.stages for name in stage.predictions)
         if not outputs or self.data_rank or executor.mesh.axis("tp").index:
             return None
@@ -217,14 +229,18 @@ class ParallelModel:
 
     def _run(self, batch: Batch | Share, kind: str) -> torch.Tensor:
         executor = self._bound(batch, kind)
-        content = batch.batch if isinstance(batch, Share) else batch
+        content = self._content(batch)
         return executor.step(content) if kind == "train" else executor.evaluate(content)
+
+    def _content(self, batch: Batch | Share) -> Batch:
+        """The tensors of a batch, in the precision that is computed in."""
+        return cast_batch(batch.batch if isinstance(batch, Share) else batch, self._settings.precision)
 
     def _bound(self, batch: Batch | Share, kind: str) -> Executor:
         """The executor with the program for this batch."""
-        content = batch.batch if isinstance(batch, Share) else batch
         if self._executor is None:
-            self.prepare(content)
+            self.prepare(batch.batch if isinstance(batch, Share) else batch)
+        content = self._content(batch)
         executor = self.executor
         program = self._program(content, self._global_rows(batch), kind, executor.mesh)
         if program is not executor.program:
@@ -249,15 +265,25 @@ class ParallelModel:
         """This rank's parameters under the model's own names."""
         return iter(self._ready("parameters").executor.named_parameters())
 
-    def optimizer(self, cls: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-        """`cls(parameters, **options)`. Raises UnsupportedOpError for an optimizer that needs whole tensors while tensors are split."""
-        divided = self.plan.degree("tp") > 1 or (self.plan.zero > 0 and self.plan.degree("dp") > 1)
-        if divided and cls.__name__ not in ELEMENTWISE_OPTIMIZERS:
-            raise UnsupportedOpError(
-                f"{cls.__name__} updates from whole tensors or all parameters at once, and this plan splits them: "
-                f"use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}, or constraints tp=1, zero=0."
-            )
-        return cls(self.parameters(), **options)
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `forward_backward` added nothing, because its loss or a gradient was not finite. The same on every rank."""
+        return self.executor.step_was_skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next backward pass; 1 but for fp16. Gradients are given without it."""
+        scale = self.executor.loss_scale
+        return 1.0 if scale is None else scale.factor
+
+    def optimizer(self, cls: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **options: Any) -> torch.optim.Optimizer:
+        """`cls(params, **options)`, exact for whatever way the plan divides the parameters (autoplan/optimizers.py).
+
+        `params`: all parameters, or some of `parameters()` or `named_parameters()`, or groups of them. Every rank calls it. Raises
+        UnsupportedOpError for an optimizer that needs all parameters in one place while they lie on several stages.
+        """
+        made: Any = optimizer_class(cls, self.executor.trainable, self.plan.degree("pp"))
+        return made(list(self.parameters() if params is None else params), **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients by one factor so that their global norm is at most `max_norm`; returns the norm before."""

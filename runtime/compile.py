@@ -13,6 +13,7 @@ from runtime.call import decode, resolve
 from runtime.instr import Instr, Ref
 from runtime.mesh import Axis, Mesh
 from runtime.program import BlockCode
+from runtime.random import seeded
 from runtime.split import WeightGrads
 
 Compiled = Callable[..., tuple[torch.Tensor, ...]]
@@ -45,12 +46,20 @@ def _emit(graph: fx.Graph, instr: Instr, env: dict[str, Any], mesh: Mesh, later:
     target = resolve(instr.target) if later is None else _named(later.linear, "linear")
     if instr.target.startswith("runtime."):
         target = _bind(target, {key: _axes(kwargs.pop(key), mesh) for key in ("axis", "axes") if key in kwargs})
+    elif _is_random(target, instr):
+        target = _named(seeded(target, instr.name), "seeded")
     node = graph.call_function(target, args, kwargs)
     if instr.is_sequence:
         for i, output in enumerate(instr.outputs):
             env[output.name] = graph.call_function(_item, (node, i))
     else:
         env[instr.name] = node
+
+
+def _is_random(target: Any, instr: Instr) -> bool:
+    """An operator of torch that draws random numbers. Attention is tagged so too, but its dropout is an operator of ours."""
+    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return tagged and instr.target != "aten.scaled_dot_product_attention.default"
 
 
 def _axes(names: Any, mesh: Mesh) -> Axis | tuple[Axis, ...]:

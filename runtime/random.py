@@ -87,6 +87,26 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def seeded(fn: Callable[..., Any], op_id: str) -> Callable[..., Any]:
+    """A random operator of torch that draws the same numbers on every rank and in every micro-batch of a step.
+
+    Such an operator runs whole: ranks that repeat it have to agree, and what it makes does not belong to rows. torch's own
+    generators are left as they were.
+    """
+
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state = _current.get()
+        if state is None:
+            return fn(*args, **kwargs)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(key(state.seed, state.step, op_id))
+            return fn(*args, **kwargs)
+
+    return run
+
+
 def coordinate_mask(
     state: RandomState, op_id: str | int, coordinates: tuple[int, ...], shape: tuple[int, ...], keep: float, device: torch.device
 ) -> torch.Tensor:

@@ -152,3 +152,39 @@ def test_a_plan_of_another_model_or_number_of_ranks_is_refused() -> None:
         autoplan.parallelize(model, batch, plan=plan)
     with pytest.raises(autoplan.StalePlanError, match="this job has 1"):
         autoplan.parallelize(model, batch, plan=autoplan.find_plan(model, batch, "cpu:1x4"))
+
+
+class Noisy(torch.nn.Module):
+    """Draws random numbers with plain torch operators: of the rows, and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.a(x + torch.randn_like(x)))
+        return torch.nn.functional.mse_loss(self.b(hidden) * torch.rand(16), y)
+
+
+def random_steps(constraints: dict[str, int]) -> list[float]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)  # ranks that were not seeded alike: rank 0's weights count
+    model = Noisy()
+    generator = torch.Generator().manual_seed(1)
+    batch = {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
+    pm = autoplan.parallelize(model, batch, constraints=autoplan.Constraints(**constraints), seed=3)
+    opt = pm.optimizer(torch.optim.SGD, lr=0.1)
+    losses = []
+    for _ in range(3):
+        losses.append(pm.forward_backward(batch).item())
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+def test_ranks_start_from_the_first_ones_weights_and_draw_the_same_random_numbers() -> None:
+    alone = random_steps({})
+    assert len(set(alone)) == 3
+    for constraints in (dict(tp=2), dict(dp=2)):
+        for losses in run_ranks(random_steps, 2, constraints, timeout_s=250):
+            assert losses == pytest.approx(alone, rel=FP32), constraints

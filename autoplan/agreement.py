@@ -1,0 +1,65 @@
+"""What all ranks of a job have to agree on: rank 0 captures and plans for everyone, and everyone starts from its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autoplan.errors import AutoplanError, UsageError
+
+T = TypeVar("T")
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """`make()` as rank 0 makes it, on every rank of the job. What it raises there is raised on every rank."""
+    if not dist.is_initialized():
+        return make()
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = make()
+        except AutoplanError as error:
+            shared[1] = error
+        except Exception as error:
+            shared[1] = AutoplanError(f"rank 0 failed: {type(error).__name__}: {error}")
+            dist.broadcast_object_list([None, shared[1]], src=0)
+            raise
+    dist.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise shared[1]
+    return shared[0]
+
+
+def share_weights(model: torch.nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, where they differ.
+
+    Raises UsageError where the ranks' models differ in names, shapes or dtypes.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = [(name, tuple(t.shape), str(t.dtype), _checksum(t)) for name, t in tensors.items()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if [row[:3] for row in other] != [row[:3] for row in first]:
+            wrong = next((a[:3] for a, b in zip(other, first, strict=False) if a[:3] != b[:3]), f"{len(other)} tensors instead of {len(first)}")
+            raise UsageError(f"rank {rank} has another model than rank 0 ({wrong}): build the same model on every rank.")
+    for number, (name, *_) in enumerate(first):
+        if any(other[number][3] != first[number][3] for other in everyone):
+            with torch.no_grad():
+                dist.broadcast(tensors[name].data, src=0)
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """Two sums that differ where values do, nearly always; None for a tensor without values."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return None
+    flat = tensor.detach().reshape(-1)
+    values = flat.abs().double() if flat.is_complex() else flat.double()
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+    return values.sum().item(), (values * weights.remainder_(1021)).sum().item()
