@@ -79,7 +79,7 @@ def knobs(samples: Sequence[Sample], bounds: Mapping[str, Mapping[str, tuple[flo
 def fit(
     samples: Sequence[Sample],
     start: Calibration,
-    predict: Callable[[Run, Calibration], float],
+    predict: Callable[[Sample, Calibration], float],
     bounds: Mapping[str, Mapping[str, tuple[float, float]]] = BOUNDS,
     pull: float = PULL,
 ) -> Calibration:
@@ -94,7 +94,7 @@ def fit(
         by_source.setdefault(sample.source, []).append(sample)
 
     def error(sample: Sample, calibration: Calibration) -> float:
-        off = math.log(predict(sample.run, calibration) / sample.measured)
+        off = math.log(predict(sample, calibration) / sample.measured)
         return abs(off) if sample.sense == "is" else max(0.0, off if sample.sense == "below" else -off)
 
     weights = {id(s): 1 / len(group) / len(by_source) for group in by_source.values() for s in group}

@@ -26,17 +26,22 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of the fullest rank by kind."""
+    """Bytes of the fullest rank by kind. `slack`: held by the allocator beyond what is live; it gives that up before it fails."""
 
     states: int
     activations: int
     gathered: int
     logits: int
     reserve: int
+    slack: int
+
+    @property
+    def needed(self) -> int:
+        return self.states + self.activations + self.gathered + self.logits + self.reserve
 
     @property
     def total(self) -> int:
-        return self.states + self.activations + self.gathered + self.logits + self.reserve
+        return self.needed + self.slack
 
 
 def footprint(run: Run, calibration: Calibration) -> Footprint:
@@ -55,7 +60,7 @@ def settled(run: Run, calibration: Calibration) -> Run:
 
 def fits(run: Run, calibration: Calibration) -> bool:
     """Whether the fullest rank stays within its device's memory."""
-    return footprint(run, calibration).total <= min(g.device.memory_bytes for g in run.cluster.groups)
+    return footprint(run, calibration).needed <= min(g.device.memory_bytes for g in run.cluster.groups)
 
 
 def widths(run: Run) -> Widths:
@@ -122,7 +127,7 @@ def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
     }.get(run.recompute, (layer, 0.0))
     held = min(len(run.stages) - index, run.num_micro) if last else 1
     depth = held + (len(run.stages) - 1) / run.vpp * (run.vpp > 1)
-    activations = (kept * stage.layers * depth + working) * (1 + stack.slack)
+    activations = kept * stage.layers * depth + working
     gathered = 0.0
     if run.zero >= 3 and ranks > 1:
         gathered = block.layer_parameters(run) * (2 * e + 4) + block.vocab_parameters(run) * e
@@ -131,4 +136,4 @@ def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
     logits = rows * block.padded_vocab(m, run.tp) / run.tp * logit_bytes(run) if index == last and m.head else 0.0
     device = calibration.device(run.cluster.device(stage.device).name)
     context = 0 if run.stack.startswith("torchtitan") else device.reserve_bytes  # allocator statistics leave the context out
-    return Footprint(rest.total, int(activations), int(gathered), int(logits), context + stack.reserve_bytes)
+    return Footprint(rest.total, int(activations), int(gathered), int(logits), context + stack.reserve_bytes, int(stack.slack * activations))

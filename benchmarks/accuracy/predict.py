@@ -50,9 +50,15 @@ def seconds(run: Run, calibration: Calibration) -> float:
     return step_time(settled(run, calibration), calibration).total_s
 
 
-def peak_bytes(run: Run, calibration: Calibration) -> float:
-    """Predicted bytes of the fullest rank."""
-    return float(footprint(settled(run, calibration), calibration).total)
+def step_s(sample: Sample, calibration: Calibration) -> float:
+    """What a timed sample is compared with."""
+    return seconds(sample.run, calibration)
+
+
+def peak_bytes(sample: Sample, calibration: Calibration) -> float:
+    """What a weighed sample is compared with: the peak, or what must fit."""
+    found = footprint(settled(sample.run, calibration), calibration)
+    return float(found.total if sample.sense == "is" else found.needed)
 
 
 def timed(rows: Mapping[str, Rows]) -> list[Sample]:
@@ -83,7 +89,7 @@ def _runs(rows: Mapping[str, Rows]) -> Iterator[tuple[str, Mapping[str, Any], Ru
 
 def refit(rows: Mapping[str, Rows], start: Calibration) -> Calibration:
     """Constants fitted on rows: those of memory first, which settle what recomputation a run needs."""
-    return fit(timed(rows), fit(weighed(rows), start, peak_bytes, MEMORY_BOUNDS, MEMORY_PULL), seconds)
+    return fit(timed(rows), fit(weighed(rows), start, peak_bytes, MEMORY_BOUNDS, MEMORY_PULL), step_s)
 
 
 def predict(row: Mapping[str, Any], calibration: Calibration, path: str = "canonical") -> dict[str, Any]:

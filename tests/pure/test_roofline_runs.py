@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.accuracy.calibrate import Sample, fit
 from benchmarks.accuracy.footprint import fits, footprint, saved_bytes, settled
-from benchmarks.accuracy.predict import predict, seconds
+from benchmarks.accuracy.predict import predict, seconds, step_s
 from benchmarks.accuracy.record import UnsupportedRowError, run_of
 from benchmarks.accuracy.score import score
 from benchmarks.accuracy.step import overlapped_s, step_time
@@ -94,7 +94,7 @@ def test_a_fit_recovers_the_constant_that_made_the_data() -> None:
     chip = replace(start.devices["A100"], gemm_ceiling=0.6)
     truth = replace(start, devices={**start.devices, "A100": chip})
     runs = [run_of(row(micro_batch=m, row_id=str(m))) for m in (4, 8)]
-    fitted = fit([Sample("s", run, seconds(run, truth)) for run in runs], start, seconds, pull=0.0)
+    fitted = fit([Sample("s", run, seconds(run, truth)) for run in runs], start, step_s, pull=0.0)
     assert all(seconds(run, fitted) == pytest.approx(seconds(run, truth), rel=0.03) for run in runs)
 
 
