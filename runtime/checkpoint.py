@@ -111,17 +111,26 @@ def _named(mine: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None, 
     for resident, dense in gather_all(mine, lambda r: r.tensor):
         yield resident.stored.fqn, dense
     for resident in mine if optimizer is not None else ():
-        state = optimizer.state.get(resident.tensor, {}) if optimizer is not None else {}
+        assert optimizer is not None
+        key_of_state, is_whole = _key(optimizer, resident)
+        state = optimizer.state.get(key_of_state, {})
         for key, value in state.items():
             name = f"{resident.stored.fqn}::{key}"
-            if isinstance(value, torch.Tensor) and value.shape == resident.tensor.shape and value.dim() > 0:
-                yield name, resident.gather(value)
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and (is_whole or value.shape == resident.tensor.shape):
+                yield name, value if is_whole else resident.gather(value)
             elif isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
                 scalars[name] = {"value": float(value), "dtype": str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__}
             elif value is not None:
                 raise CheckpointError(
                     f"optimizer state {key!r} of {resident.stored.fqn} has no shape that can be cut again: only elementwise optimizers are saved"
                 )
+
+
+def _key(optimizer: torch.optim.Optimizer, resident: Resident) -> tuple[torch.Tensor, bool]:
+    """The tensor under which an optimizer keeps a parameter's state, and whether that state is of the dense tensor: an optimizer may work
+    on dense copies, by `dense`."""
+    key = getattr(optimizer, "dense", {}).get(resident.tensor, resident.tensor)
+    return key, key is not resident.tensor or not resident.is_divided
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:
@@ -189,7 +198,7 @@ def load(path: str | os.PathLike, residents: tuple[Resident, ...], optimizer: to
     """
     reader = Reader(path)
     values: list[tuple[Resident, torch.Tensor]] = []
-    states: list[tuple[Resident, dict[str, Any]]] = []
+    states: list[tuple[torch.Tensor, dict[str, Any]]] = []
     if optimizer is not None and reader.groups is None:
         raise CheckpointError(f"{path} was saved without an optimizer: load it without one, or save with optimizer=")
     for resident in residents:
@@ -203,24 +212,26 @@ def load(path: str | os.PathLike, residents: tuple[Resident, ...], optimizer: to
         assert dense is not None
         values.append((resident, resident.cut(dense).to(resident.tensor.device)))
         if optimizer is not None and resident.stored.requires_grad and resident.stored.kind == "parameter":
-            states.append((resident, _read_state(reader, resident, name)))
+            key, is_whole = _key(optimizer, resident)
+            states.append((key, _read_state(reader, resident, name, is_whole=is_whole)))
     with torch.no_grad():
         for resident, local in values:
             resident.local().copy_(local)
     if optimizer is not None:
-        for resident, state in states:
-            optimizer.state[resident.tensor] = state
+        for key, state in states:
+            optimizer.state[key] = state
         for group, kept in zip(optimizer.param_groups, reader.groups or (), strict=False):
             group.update(kept)
     return reader.progress
 
 
-def _read_state(reader: Reader, resident: Resident, fqn: str) -> dict[str, Any]:
+def _read_state(reader: Reader, resident: Resident, fqn: str, *, is_whole: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for key, name in reader.state_of(fqn).items():
         dense = reader.get(name)
         if dense is not None:
-            state[key] = resident.like(resident.cut(dense).to(resident.tensor.device))
+            device = resident.tensor.device
+            state[key] = dense.to(device) if is_whole else resident.like(resident.cut(dense).to(device))
         else:
             entry = reader.scalars[name]
             dtype = getattr(torch, entry["dtype"].removeprefix("torch."), None) if entry["dtype"].startswith("torch.") else None

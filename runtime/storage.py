@@ -67,6 +67,11 @@ class Resident:
     mesh: Mesh
     is_sharded: bool  # over the data ranks, by FSDP2
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank holds a part of the tensor only."""
+        return self.is_sharded or any(self.mesh.axis(chunk.axis).size > 1 for chunk in self.stored.chunks)
+
     def local(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """The plain tensor that this rank holds of `tensor` (the parameter, its gradient, or optimizer state alike)."""
         tensor = self.tensor if tensor is None else tensor

@@ -103,7 +103,7 @@ def evaluate_and_clip() -> None:
     if dist.get_rank() == 0:
         assert relative_errors(found, {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False)})[0] <= FP32
     with pytest.raises(autoplan.UnsupportedOpError, match="LBFGS"):
-        pm.optimizer(torch.optim.LBFGS)
+        torch.optim.LBFGS(pm.parameters()).step(lambda: before)
 
 
 def test_evaluation_prediction_clipping_and_optimizers_under_tensor_parallelism() -> None:

@@ -1,0 +1,120 @@
+"""Optimizers on parameters that lie divided over ranks.
+
+    elementwise    every element is updated from its own gradient and state: exact on any part of a tensor
+    per tensor     a tensor is updated from itself alone (Muon, Adafactor): exact on whole tensors, wherever they are
+    others         may look at all parameters at once (LBFGS, and what is not known here): exact where one place has them all
+
+`optimizer_class` gives the class itself where that is exact, and else one that works on dense copies: gathered before every step on all
+ranks that hold parts, which all do the same work, and cut again after it. Its state is dense.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoplan.errors import UnsupportedOpError
+from runtime.storage import Resident
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD")
+PER_TENSOR = ("Muon", "Adafactor")
+
+
+def _is_torch(cls: type[Optimizer], names: Sequence[str]) -> bool:
+    return cls.__name__ in names and cls.__module__.startswith("torch.optim")
+
+
+def optimizer_class(cls: type[Optimizer], residents: Sequence[Resident], num_stages: int) -> type[Optimizer]:
+    """The class that does on this rank's parameters what `cls` does on the whole model's.
+
+    Raises UnsupportedOpError, naming it, for an optimizer that may need all parameters in one place while several stages have them.
+    """
+    if _is_torch(cls, ELEMENTWISE):
+        return cls
+    if num_stages > 1 and not _is_torch(cls, PER_TENSOR):
+        raise UnsupportedOpError(
+            f"{cls.__name__} may look at all parameters at once, and this plan keeps them on {num_stages} stages: "
+            f"use one of {', '.join((*ELEMENTWISE, *PER_TENSOR))}, or constraints pp=1."
+        )
+    divided = [resident for resident in residents if resident.is_divided]
+    return _gathered(cls, divided) if divided else cls
+
+
+def protect(residents: Iterable[Resident]) -> None:
+    """Let no optimizer step that would take a part of a tensor for the whole: it raises UnsupportedOpError instead."""
+    for resident in residents:
+        if resident.is_divided:
+            resident.tensor.is_part = True  # type: ignore[attr-defined]
+    _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_refuse_parts)
+
+
+def _refuse_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    cls = type(optimizer)
+    if not _is_torch(cls, ELEMENTWISE) and any(hasattr(p, "is_part") for group in optimizer.param_groups for p in group["params"]):
+        raise UnsupportedOpError(f"{cls.__name__} updates from whole tensors, and this plan splits them: make it with pm.optimizer({cls.__name__}, ...).")
+
+
+def _gathered(cls: Any, divided: Sequence[Resident]) -> Any:
+    """`cls` on dense copies of these parameters."""
+    whole = {r.tensor: nn.Parameter(r.gather(), requires_grad=True) for r in divided}
+
+    class Gathered(cls):
+        dense: Mapping[torch.Tensor, nn.Parameter] = whole
+
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(_replaced(params, whole), **options)
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            def evaluated() -> Any:
+                assert closure is not None
+                self._scatter()
+                loss = closure()
+                self._gather_grads()
+                return loss
+
+            with torch.no_grad():
+                for resident in divided:
+                    whole[resident.tensor].copy_(resident.gather())
+            self._gather_grads()
+            loss = super().step() if closure is None else super().step(evaluated)
+            self._scatter()
+            return loss
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+            for resident in divided:
+                resident.tensor.grad = None
+
+        def _gather_grads(self) -> None:
+            for resident in divided:
+                grad = resident.tensor.grad
+                whole[resident.tensor].grad = None if grad is None else resident.gather(grad)
+
+        def _scatter(self) -> None:
+            for resident in divided:
+                resident.write(whole[resident.tensor].detach())
+
+    Gathered.__name__ = Gathered.__qualname__ = cls.__name__
+    return Gathered
+
+
+def _replaced(params: Any, whole: Mapping[torch.Tensor, nn.Parameter]) -> Any:
+    """Parameters, (name, parameter) pairs or groups of either, with the dense copies in their place."""
+    if isinstance(params, torch.Tensor):
+        return whole.get(params, params)
+    if isinstance(params, Mapping):
+        return {key: _replaced(value, whole) if key == "params" else value for key, value in params.items()}
+    if isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
+        return params[0], _replaced(params[1], whole)
+    return [_replaced(item, whole) for item in params]
