@@ -26,6 +26,7 @@ from autoplan.canonical.fold import evaluate, is_random, materialise, simplify
 from autoplan.canonical.functional import functionalize
 from autoplan.canonical.imported import import_program
 from autoplan.canonical.linear import unfuse
+from autoplan.canonical.lookup import gather_rows
 from autoplan.canonical.loss import sum_over_count
 from autoplan.canonical.tidy import tidy
 from autoplan.canonical.trace import Trace
@@ -82,7 +83,7 @@ def canonical(trace: Trace) -> Trace:
     trace = tidy(functionalize(trace))
     known = evaluate(trace)
     trace = simplify(trace, known)
-    trace = fold_attention(trace, known)
+    trace = gather_rows(fold_attention(trace, known), known)
     trace = delay_expansion(materialise(trace, known))
     return sum_over_count(unfuse(trace), frozenset())
 

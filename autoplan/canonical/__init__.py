@@ -7,6 +7,7 @@ Each pass maps a `Trace` to a `Trace` that computes the same loss, gradients and
     tidy        no-ops removed, the many spellings of a view or a cast -> one
     fold        what depends on no input, parameter or random number -> constants without a batch dim
     attention   masks proved causal or empty -> is_causal or none; repeated heads -> enable_gqa
+    lookup      one element of every row -> gather
     linear      biases and fused products -> product and sum; dropout -> the runtime's own
     loss        means over the batch -> sum over count
 """
