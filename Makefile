@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "autoplan needs Python 3.11 or newer with its venv module; name one with: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PY) -c '' 2>/dev/null || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
 	@echo "Installing into $(VENV) (once; a few minutes where torch has to be downloaded) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[models,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[models,dev]'
 	@touch $@
 
 demo: venv

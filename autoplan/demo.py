@@ -60,7 +60,10 @@ def run(ranks: int, steps: int, folder: Path) -> int:
     model = small_llama()
     size = sum(p.numel() for p in model.parameters())
     say(f"A Llama of {model.config.num_hidden_layers} layers and {size / 1e6:.2f} M parameters learns {TEXT.stat().st_size:,} bytes of Shakespeare.")
-    say(f"{ranks} ranks on {_num_cores()} cores; a batch is {ROWS} rows of {SEQ} bytes.\n")
+    say(f"{ranks} ranks on {_num_cores()} cores; a batch is {ROWS} rows of {SEQ} bytes.")
+    if (busy := os.getloadavg()[0]) > 0.5:
+        say(f"Other work keeps {busy:.1f} cores busy: steps will take longer than predicted.")
+    say("")
 
     with working(f"measuring compute and links of {ranks} ranks"):
         cluster, _ = measured_machine(ranks)
