@@ -84,18 +84,47 @@ def measure(key: OpKey, resolve: Resolve = resolve_aten, device: str | None = No
     return Timing(forward_s, backward_s, runs + more)
 
 
+OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+def measure_optimizer(name: str, num_elements: int, device: str | None = None, budget_s: float = 0.2) -> Timing:
+    """Time a step of torch's optimizer over `num_elements` float32 elements. NotMeasurableError for a name that is not known."""
+    if name not in OPTIMIZERS:
+        raise NotMeasurableError(f"optimizer {name!r} is not known; known: {', '.join(sorted(OPTIMIZERS))}")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    parameter = torch.nn.Parameter(torch.zeros(num_elements, device=where))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = OPTIMIZERS[name]([parameter])
+    seconds, runs = _median_s(optimizer.step, where, budget_s)
+    return Timing(seconds, 0.0, runs)
+
+
 def _median_s(run: Callable[[], Any], device: torch.device, budget_s: float) -> tuple[float, int]:
     """Median seconds of `run`, and how often it ran."""
+
+    # one thread: its own processor time, so that others on the machine do not count
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def sample(count: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(count):
             run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (time.perf_counter() - start) / count
+        return (clock() - start) / count
 
     first = min(sample(1), sample(1))  # the very first call allocates and compiles
     count = max(1, round(_BATCH_S / max(first, 1e-7)))

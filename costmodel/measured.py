@@ -7,7 +7,7 @@ An operator's price is, in this order,
     formula        the fallback's price
 
 and in each case times the contention of ranks that share a node's cores: keys are timed by one process alone.
-Collectives inside a node come from `measure_links` of a job of the same number of ranks; others from the fallback.
+The optimizer is torch's own, timed once. Collectives inside a node come from `measure_links` of a job of the same number of ranks; others from the fallback.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
-from costmodel.measure import NotMeasurableError, Resolve, measure, resolve_aten
+from costmodel.measure import OPTIMIZERS, NotMeasurableError, Resolve, measure, measure_optimizer, resolve_aten
 from costmodel.opclass import op_class
 from costmodel.opkey import Collective, OpKey, OpTime
 from costmodel.profile import Profile
 from costmodel.roofline import tensor_bytes
 
 _KEY_BUDGET_S = 0.04
+_OPTIMIZER_ELEMENTS = 1 << 20
 _MAX_FAILURES = 3  # of one operator, before it is no longer tried
 
 
@@ -142,7 +143,17 @@ class MeasuredPrices:
         return found.seconds(collective.num_bytes)
 
     def optimizer_s(self, num_elements: int, optimizer: str, num_bytes_per_element: float, device: int = 0) -> float:
-        return self.fallback.optimizer_s(num_elements, optimizer, num_bytes_per_element, device)
+        """Torch's own step on a million elements, in proportion; the formula for optimizers that are not known."""
+        group = self.cluster.group_of(device)[0]
+        if group.device.kind != self.profile.env.kind or optimizer not in OPTIMIZERS:
+            return self.fallback.optimizer_s(num_elements, optimizer, num_bytes_per_element, device)
+        key = OpKey(f"optimizer.{optimizer}", (((_OPTIMIZER_ELEMENTS,), "float32"),), (), "", (False,), 0)
+        known = self.profile.op(key)
+        if known is None:
+            timing = measure_optimizer(optimizer, _OPTIMIZER_ELEMENTS)
+            known = OpTime(timing.forward_s, 0.0, 0.0)
+            self.profile.put_op(key, known, timing.num_runs)
+        return known.forward_s * num_elements / _OPTIMIZER_ELEMENTS * group.contention
 
     def memory_limit_bytes(self, device: int = 0) -> int:
         return self.fallback.memory_limit_bytes(device)

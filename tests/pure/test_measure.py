@@ -131,3 +131,12 @@ def test_a_straight_line_is_fitted_exactly_and_never_negative() -> None:
     assert (found.base_s, found.bytes_per_s, found.error) == (pytest.approx(1e-4), pytest.approx(2e9), pytest.approx(0, abs=1e-6))
     steep = fit("send", 2, 4, [(1000, 1e-6), (10**6, 2e-3)])
     assert steep.base_s >= 0 and steep.bytes_per_s > 0
+
+
+def test_the_optimizer_is_timed_once_and_scales_with_the_parameters(tmp_path: Path) -> None:
+    some = prices(tmp_path)
+    small = some.optimizer_s(10**6, "adamw", 16.0)
+    assert 1e-5 < small < 1.0
+    assert some.optimizer_s(4 * 10**6, "adamw", 16.0) == pytest.approx(4 * small)
+    assert prices(tmp_path, budget_s=0.0).optimizer_s(10**6, "adamw", 16.0) == small
+    assert some.optimizer_s(10**6, "unheard-of", 16.0) == some.fallback.optimizer_s(10**6, "unheard-of", 16.0)
