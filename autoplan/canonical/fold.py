@@ -233,7 +233,8 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
 
     def leaf_of(name: str) -> str:
         if name not in compact:
-            data = core(known[name]).clone(memory_format=torch.contiguous_format)
+            data = core(known[name])
+            data = data[: period(data)].clone(memory_format=torch.contiguous_format) if data.dim() else data.clone()
             digest = hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
             key = (dtype_name(data.dtype), tuple(data.shape), digest)
             if key not in made:
@@ -241,8 +242,19 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
             compact[name] = made[key]
         return compact[name]
 
+    def narrow(name: str, step: Step) -> str:
+        """The value without its expanded dimensions."""
+        leaf, shape = leaf_of(name), tuple(core(known[name]).shape)
+        spec = rewriter.specs[leaf]
+        if spec.shape == shape:
+            return leaf
+        one, repeats = (1, *spec.shape), (shape[0] // spec.shape[0], *spec.shape)
+        leaf = rewriter.emit(step, "aten.unsqueeze.default", (Ref(leaf), 0), spec=TensorSpec(one, spec.dtype))
+        leaf = rewriter.emit(step, "aten.expand.default", (Ref(leaf), repeats), spec=TensorSpec(repeats, spec.dtype))
+        return rewriter.emit(step, "aten.reshape.default", (Ref(leaf), shape), spec=TensorSpec(shape, spec.dtype))
+
     def full(name: str, step: Step) -> str:
-        leaf = leaf_of(name)
+        leaf = narrow(name, step)
         spec = spec_of(known[name])
         if rewriter.specs[leaf].shape == spec.shape:
             return leaf
@@ -254,12 +266,12 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
         constants = [name for name in dict.fromkeys(uses(step.instr)) if name in known]
         out = step.instr.outputs[0].spec
         if constants:
-            shapes = [rewriter.specs[leaf_of(n)].shape if n in known else rewriter.specs[rewriter.now(n)].shape for n in uses(step.instr)]
+            shapes = [tuple(core(known[n]).shape) if n in known else rewriter.specs[rewriter.now(n)].shape for n in uses(step.instr)]
             free = is_pointwise(step.instr.target) and out is not None and torch.broadcast_shapes(*shapes) == out.shape
             mask = step.instr.target.startswith("aten.scaled_dot_product_attention") or step.instr.target == "runtime.attention"
             for name in constants:
                 as_mask = mask and uses(step.instr).index(name) == 3
-                rewriter.rename(name, leaf_of(name) if free or (as_mask and _keeps_rows(rewriter, leaf_of(name), known[name])) else full(name, step))
+                rewriter.rename(name, narrow(name, step) if free or (as_mask and _keeps_rows(known[name])) else full(name, step))
         rewriter.keep(step)
     if trace.steps:
         for name in trace.outputs:
@@ -271,6 +283,15 @@ def materialise(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
     return rewriter.finish()
 
 
-def _keeps_rows(rewriter: Rewriter, leaf: str, value: torch.Tensor) -> bool:
+def _keeps_rows(value: torch.Tensor) -> bool:
     """A mask may be narrow in batch and heads, but attention kernels want its last two dims whole."""
-    return rewriter.specs[leaf].shape[-2:] == tuple(value.shape[-2:])
+    return core(value).shape[-2:] == value.shape[-2:]
+
+
+def period(data: torch.Tensor) -> int:
+    """The least number of entries of dim 0 that are repeated throughout: a mask of windows is the same for every image."""
+    length = data.shape[0]
+    if data.dim() < 3:
+        return length
+    pieces = (p for p in range(2, length // 2 + 1) if length % p == 0)
+    return next((p for p in pieces if torch.equal(data[p:], data[:-p])), length)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from autoplan.canonical.trace import Rewriter, Trace
+from runtime.call import spec_of
 from runtime.instr import Arg, Dtype, Ref, TensorSpec
 
 _INTEGERS = ("int64", "int32")
@@ -22,6 +23,8 @@ _INTEGERS = ("int64", "int32")
 def gather_rows(trace: Trace, known: Mapping[str, torch.Tensor]) -> Trace:
     """`trace` with the indices of every row by itself as gathers; `known` are its constants."""
     rewriter = Rewriter(trace)
+    for name, data in known.items():
+        rewriter.specs.setdefault(name, spec_of(data))  # no new value may be called as a constant is
     for step in trace.steps:
         found = _rows_and_places(rewriter, rewriter.args(step), known) if step.instr.target == "aten.index.Tensor" else None
         if found is None:

@@ -43,6 +43,14 @@ def rearranged(call: Call) -> Signature:
     return Signature((dims,), (dims,), linear=((0,),))
 
 
+def columns(call: Call) -> Signature:
+    """im2col(x[n, c, h, w]) -> [n, c k, l] and its inverse: rows map."""
+    rank = len(call.inputs[0].shape)
+    batched = rank == len(call.out()) + (1 if "im2col" in call.target else -1) and rank == (4 if "im2col" in call.target else 3)
+    first = ("n",) if batched else OPAQUE
+    return Signature(((first, *(OPAQUE,) * (rank - 1)),), ((first, *(OPAQUE,) * (len(call.out()) - 1)),), linear=((0,),))
+
+
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _POOL = [f"{kind}_pool{k}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
 _POOL += ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"]
@@ -53,4 +61,6 @@ RULES = {
     **{f"aten.{name}": spatial for name in [*_POOL, *_RESIZE]},
     "aten.pixel_shuffle": rearranged,
     "aten.pixel_unshuffle": rearranged,
+    "aten.im2col": columns,
+    "aten.col2im": columns,
 }

@@ -83,6 +83,7 @@ RULES = {
     "aten.to.other": cast,
     "aten.view_as_complex": pairs,
     "aten.view_as_real": pairs,
+    **dict.fromkeys(("aten.real", "aten.imag"), like),
     "runtime.dropout": elementwise,
     "runtime.scale_by_count": elementwise,
 }

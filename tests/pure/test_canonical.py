@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoplan.batchaxis import micro_batch_blocker
 from autoplan.canonical.attention import is_causal_mask
 from autoplan.frontend import capture
 from autoplan.graph import Graph
@@ -276,3 +277,36 @@ def test_batch_norm_in_training_is_one_pure_operator(track: bool) -> None:
     graph = assert_captures(model, (seeded(ROWS, 4),), lambda out, _: out.pow(3).sum())
     (op,) = (op for op in graph.ops if op.instr.target == "runtime.batch_norm")
     assert op.instr.is_sequence and len(op.instr.outputs) == 3 and len(op.outputs) == (3 if track else 1)
+
+
+@pytest.mark.parametrize("places", [torch.tensor([2, -1, 0, -3]), torch.tensor([[1, 0], [2, 2], [-1, -2], [0, 1]])])
+def test_one_element_of_every_row_is_a_gather_whose_rows_may_be_divided(places: torch.Tensor) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 10)
+
+        def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            rows = torch.arange(x.shape[0]).view(-1, *(1,) * (places.dim() - 1))
+            return self.linear(x)[rows, places].square().sum()
+
+    graph = capture(Model().double(), {"x": seeded(4, 3, 6), "places": places})
+    made = {op.instr.target for op in graph.ops}
+    assert "aten.gather.default" in made and "aten.index.Tensor" not in made
+    assert micro_batch_blocker(graph) is None
+
+
+def test_a_mask_that_is_repeated_for_every_image_is_kept_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            windows = self.linear(x).reshape(-1, 2, 6)  # (4 images, 3 windows)
+            steps = torch.arange(3.0)[:, None, None] + torch.arange(2.0)[:, None] * torch.arange(6.0)
+            return (windows * steps.expand(x.shape[0], 3, 2, 6).reshape(-1, 2, 6)).square().sum()
+
+    graph = capture(Model(), {"x": torch.randn(4, 3, 2, 6)})
+    assert [tuple(data.shape) for data in graph.constants.values()] == [(3, 2, 6)]
+    assert micro_batch_blocker(graph) is None

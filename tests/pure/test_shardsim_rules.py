@@ -57,6 +57,11 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("aten.dropout.default", (t(4, 6), 0.5, False), {}, "d0 d1"),
     ("aten.sum.dim_IntList", (t(4, 6, 8), (1, -1)), {}, "d0 d1 d2 partial:0"),
     ("aten.sum.default", (t(4, 6),), {}, "d0 d1"),
+    *((f"aten.fft_{name}.default", (t(4, 6, 8),), {}, "d0 d1") for name in ("fft", "ifft", "rfft", "irfft")),
+    *((f"aten.fft_{name}2.default", (t(4, 6, 8),), {}, "d0") for name in ("fft", "ifft", "rfft", "irfft")),
+    *((f"aten.fft_{name}n.default", (t(4, 6, 8), None, (0, -1)), {}, "d1") for name in ("fft", "ifft", "rfft", "irfft")),
+    ("aten.im2col.default", (t(4, 6, 5, 5), (3, 3), (1, 1), (0, 0), (1, 1)), {}, "n partial:0"),
+    ("aten.col2im.default", (t(4, 54, 9), (5, 5), (3, 3), (1, 1), (0, 0), (1, 1)), {}, "n partial:0"),
     ("aten.mean.dim", (t(4, 6, 8), (-1,), True), {}, "d0 d1 partial:0"),
     ("aten.amax.default", (t(4, 6), (-1,)), {}, "d0"),
     ("aten.max.dim", (t(4, 6), 1), {}, "d0"),
@@ -288,6 +293,8 @@ CALLS += _elementwise() + _reductions() + _shapes() + _spatial() + _losses()
 MISSING = (
     "aten.view_as_complex",  # complex numbers are tested in test_rules.py; nor the next
     "aten.view_as_real",
+    "aten.real",
+    "aten.imag",
     "aten._grouped_mm",  # no fp64 on the CPU
     "transformers.grouped_mm_fallback",  # registered by transformers on use
 )
