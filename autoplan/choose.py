@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.batchaxis import BatchAxis, batch_axis
@@ -23,6 +23,7 @@ from costmodel.opkey import RankGroup
 
 _MAX_FACTORS = 2  # boundaries tried beside "whole"
 _GAP = 1e-3  # of one integer program; its proved bound counts, so that the plan's gap stays true
+_REUSE = 2e-3  # a known answer may be so much above its bound at another price
 _MAX_SHARED = 9  # combinations of layouts of shared parameters
 
 
@@ -193,15 +194,16 @@ class Outline:
 class Chooser:
     """Solves patterns on one tensor degree and number of rows, each question once.
 
-    Two boundaries that look the same from a block are one question.
+    Two boundaries that look the same from a block are one question. `steady`: the price with the most micro-batches.
     """
 
-    def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int]) -> None:
+    def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int], steady: Price) -> None:
         self.outline = outline
         self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows, degree, pricer)
         self.prices = BlockPricer(self.local, RankGroup(degree), forbidden)
         self._problems: dict[tuple, BlockProblem] = {}
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}
+        self._steady = steady
         self._seen: dict[tuple[str, Boundary], tuple] = {}
 
     def _view(self, pattern: str, boundary: Boundary) -> tuple:
@@ -225,21 +227,41 @@ class Chooser:
         """The best choice of every pattern; None where the boundary cannot be had."""
         found: dict[str, Solution] = {}
         for pattern in self.outline.examples:
-            key = (self._view(pattern, boundary), price)
-            if key not in self._solved:
-                self._solved[key] = solve(self.problem(pattern, boundary), price, gap=_GAP)
-            solution = self._solved[key]
+            solution = self._answer(pattern, boundary, price)
             if solution is None:
                 return None
             found[pattern] = solution
         return Chosen(boundary, found)
 
-    def least(self) -> tuple[float, float]:
-        """(seconds of one micro-batch through all blocks, of the heaviest block), operators alone: a lower bound."""
-        total = heaviest = 0.0
-        for pattern, number in self.outline.examples.items():
-            items, _ = self.prices.items(self.outline.indices(self.outline.graph.blocks[number]))
-            seconds = sum(min(choice.seconds for choice in item.choices) for item in items)
-            total += seconds * self.outline.counts[pattern]
-            heaviest = max(heaviest, seconds)
-        return total, heaviest
+    def _answer(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
+        key = (self._view(pattern, boundary), price)
+        if key not in self._solved:
+            self._solved[key] = self._known(pattern, boundary, price) or solve(self.problem(pattern, boundary), price, gap=_GAP)
+        return self._solved[key]
+
+    def _known(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
+        """The answer at the steady price, where it is good enough at `price` too: m/M of its bound bounds the objective at m micro-batches,
+        because what is paid once a step weighs no less where it is spread over fewer of them."""
+        steady = self._steady
+        m = price.num_micro_batches / steady.num_micro_batches
+        if price == steady or m > 1 or price.per_parameter_byte_s < m * steady.per_parameter_byte_s or price.per_saved_byte_s:
+            return None
+        answer = self._answer(pattern, boundary, steady)
+        if answer is None:
+            return None
+        resting = sum(w.num_bytes // self.local.degree for w in self.problem(pattern, boundary).weights.values())
+        bound_s = m * answer.bound_s + (price.per_parameter_byte_s - m * steady.per_parameter_byte_s) * resting
+        objective_s = price.of(answer.point)
+        return replace(answer, objective_s=objective_s, bound_s=bound_s) if bound_s >= objective_s * (1 - _REUSE) else None
+
+    def least_s(self, boundary: Boundary) -> Mapping[str, float] | None:
+        """Pattern -> seconds of one micro-batch through one block, at least, both passes; None where the boundary cannot be had."""
+        chosen = self.choose(boundary, self._steady)
+        if chosen is None:
+            return None
+        found = {}
+        for pattern, solution in chosen.solutions.items():
+            weights = self.problem(pattern, boundary).weights.values()
+            once_s = sum(w.deferred_s + self._steady.per_parameter_byte_s * w.num_bytes for w in weights)
+            found[pattern] = max(0.0, solution.bound_s - once_s) / self._steady.num_micro_batches
+        return found

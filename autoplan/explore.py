@@ -1,16 +1,15 @@
 """The search: the best plan of the whole space, with a bound on what was not looked at.
 
 A *shape* (autoplan/space.py) fixes mesh, micro-batch and schedule. Its lower bound is tightened in three steps, and shapes are
-taken in the order of their bounds; a shape whose bound is no better than the best plan found is never worked out. With m
-micro-batches, n stages and W seconds of one micro-batch through all blocks,
+taken in the order of their bounds; a shape whose bound is no better than the best plan found is never worked out. With W
+seconds of one micro-batch through all blocks, m micro-batches and n stages,
 
-    T >= W / (1 - (1 - 1/m)^n)      stage j ends no sooner than m w_j + sum of w_i, i < j; the best w_j make these equal
-    T >= m * (heaviest block)
-    T >= O / n                      O = m W + optimizer and unhidden sums of gradients, over all blocks: some stage has its share
+    step 0: T >= W / (1 - (1 - 1/m)^n), W from the FLOPs at the device's peak       (analytic prices only, which never beat it)
+    step 1: autoplan/bounds.py from the fastest option of every operator, no tensor communication
+    step 2: the same from the integer programs of all patterns, for every boundary
 
-    step 0: W from the FLOPs at the device's peak       (analytic prices only, which never beat it)
-    step 1: W from the fastest option of every operator, no communication
-    step 2: O from the integer programs of all patterns, over all boundaries; W >= (O - largest tail) / m
+Step 2 solves each pattern once for a boundary, tensor degree and number of rows, at the price with the most micro-batches, and
+its answer serves all shapes where it is within a small part of its bound there.
 
 Working a shape out: integer programs for every boundary (autoplan/choose.py), best cuts under the memory limit by stage
 (autoplan/cuts.py), replay (autoplan/simulate.py), for each ZeRO stage and recomputation that is not dominated by one that fits:
@@ -26,10 +25,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autoplan.bounds import Bounds, Least, least_blocks, ramp
 from autoplan.choose import Boundary, Chooser, Chosen, Outline
 from autoplan.constraints import Constraints, check_degrees, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
@@ -37,10 +37,10 @@ from autoplan.errors import InfeasibleError
 from autoplan.forecast import Memory
 from autoplan.graph import Graph, options
 from autoplan.load import BUCKET_BYTES, StageLoad
-from autoplan.price import Pricer, axis_group, bytes_of, precision_left
+from autoplan.price import Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Durations, Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
-from autoplan.space import Shape, Space, Storing, space
+from autoplan.space import Shape, Space, Storing, space, storings
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster
 from costmodel.memory import widths
@@ -124,6 +124,10 @@ class Searcher:
         self._boundaries: dict[int, tuple[Boundary, ...]] = {}
         low, high = (task.prices.optimizer_s(n, task.optimizer, float(self.width.total)) for n in (2**23, 2**24))
         self._optimizer_s = max(0.0, high - low) / 2**23  # per element
+        smallest = min((itemsize(v.spec.dtype) for v in task.graph.parameters()), default=4)
+        self._bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self._optimizer_s, self.limit_bytes)
+        self._leasts: dict[tuple[int, int], Mapping[str, Least]] = {}
+        self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
     def run(self) -> Outcome:
         """Search until every shape is worked out or proved worse, or time is up. Raises InfeasibleError where nothing fits."""
@@ -137,7 +141,7 @@ class Searcher:
         while heap:
             bound_s, level, shape = heapq.heappop(heap)
             late = self.task.time_limit_s is not None and time.monotonic() - start_s > self.task.time_limit_s
-            if bound_s >= best_s * (1 - _ENOUGH) or (late and outcome.fitting):
+            if bound_s >= best_s * (1 - _ENOUGH) or bound_s == float("inf") or (late and outcome.fitting):
                 break
             if level < 2:
                 tighter = self._operator_bound(shape) if level == 0 else self._program_bound(shape)
@@ -145,12 +149,26 @@ class Searcher:
                 heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
                 continue
             outcome.worked_out.add(shape)
-            for result in self._work_out(shape, outcome.space.storings, best_s):
+            for result in self._work_out(shape, best_s):
                 (outcome.fitting if result.fits else outcome.too_large).append(result)
                 if result.fits:
                     best_s = min(best_s, result.step_s)
+        if not outcome.fitting:
+            self._smallest(outcome)
         self._runners_up(outcome, start_s)
         return outcome
+
+    def _smallest(self, outcome: Outcome) -> None:
+        """Work out the shapes that need least memory, where nothing fits, to say what is missing."""
+
+        def need_bytes(shape: Shape) -> int:
+            blocks = self._least(shape.rows, shape.tp)
+            return min(self._bounds.memory_bytes(blocks, self.step(shape, s), s.recompute) for s in self._storings(shape))
+
+        for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))[:_NUM_MESHES]:
+            outcome.worked_out.add(shape)
+            for result in self._work_out(shape):
+                (outcome.fitting if result.fits else outcome.too_large).append(result)
 
     def _runners_up(self, outcome: Outcome, start_s: float) -> None:
         """Work out the most promising shape of the next best meshes too, so that the ranking has what it is compared with."""
@@ -162,7 +180,7 @@ class Searcher:
             if shape.axes not in seen:
                 seen.add(shape.axes)
                 outcome.worked_out.add(shape)
-                for result in self._work_out(shape, outcome.space.storings):
+                for result in self._work_out(shape):
                     (outcome.fitting if result.fits else outcome.too_large).append(result)
 
     def _space(self) -> Space:
@@ -214,35 +232,27 @@ class Searcher:
     def _peak_bound(self, shape: Shape) -> float:
         if self.task.prices.source != "analytic":
             return 0.0
-        flops = sum(self.task.graph.ops[i].flops for i in self.outline.batch.body)
         peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
-        return _ramp(flops * shape.rows / self.batch / shape.tp / peak, shape.pp, shape.num_micro_batches) if peak else 0.0
+        return ramp(self._flops * shape.rows / self.batch / shape.tp / peak, shape.pp, shape.num_micro_batches) if peak else 0.0
 
     def _operator_bound(self, shape: Shape) -> float:
-        total, heaviest = self._chooser(shape).least()
-        m, price = shape.num_micro_batches, self._price(shape)
-        parameters = sum(bytes_of(v.spec.shape, v.spec.dtype) for v in self.task.graph.parameters() if v.requires_grad)
-        shared = (m * total + price.per_parameter_byte_s * parameters / shape.tp) / shape.pp
-        return max(_ramp(total, shape.pp, m), m * heaviest, shared)
+        return self._bound(shape, self._least(shape.rows, shape.tp))
 
     def _program_bound(self, shape: Shape) -> float:
-        chooser, price = self._chooser(shape), self._price(shape)
-        counts = self.outline.counts
-        found = []
+        blocks, found = self._least(shape.rows, shape.tp), []
         for boundary in self._bounds_of(shape.tp):
-            chosen = chooser.choose(boundary, price)
-            if chosen is None:
-                continue
-            weights = {name: w for pattern in counts for name, w in chooser.problem(pattern, boundary).weights.items()}
-            again = sum((len(self.outline.tied[name]) - 1) * w.num_bytes for name, w in weights.items() if name in self.outline.tied)
-            total = sum(s.bound_s * counts[p] for p, s in chosen.solutions.items()) - again * price.per_parameter_byte_s
-            tail = 0.0
-            for pattern, count in counts.items():
-                for weight in chooser.problem(pattern, boundary).weights.values():
-                    tail += count * (weight.deferred_s + price.per_parameter_byte_s * weight.num_bytes)
-            through = max(0.0, total - tail) / shape.num_micro_batches
-            found.append(max(total / shape.pp, _ramp(through, shape.pp, shape.num_micro_batches)))
+            seconds = self._chooser(shape).least_s(boundary)
+            if seconds is not None:
+                found.append(self._bound(shape, {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}))
         return min(found, default=float("inf"))
+
+    def _bound(self, shape: Shape, blocks: Mapping[str, Least]) -> float:
+        return min(self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute) for storing in self._storings(shape))
+
+    def _least(self, rows: int, degree: int) -> Mapping[str, Least]:
+        if (rows, degree) not in self._leasts:
+            self._leasts[rows, degree] = least_blocks(self._chooser_of(rows, degree), self._bounds_of(degree))
+        return self._leasts[rows, degree]
 
     @property
     def overlap(self) -> bool:
@@ -268,12 +278,16 @@ class Searcher:
         return Price(shape.num_micro_batches, seconds)
 
     def _chooser(self, shape: Shape) -> Chooser:
-        key = (shape.rows, shape.tp)
+        return self._chooser_of(shape.rows, shape.tp)
+
+    def _chooser_of(self, rows: int, degree: int) -> Chooser:
+        key = (rows, degree)
         if key not in self._choosers:
             forbidden: frozenset[int] = frozenset()
             if self.task.constraints.sequence_parallel is False:
-                forbidden = frozenset(b.factor for b in self.outline.boundaries(shape.tp, None) if b.factor is not None)
-            self._choosers[key] = Chooser(self.outline, shape.rows, shape.tp, self.pricer, forbidden)
+                forbidden = frozenset(b.factor for b in self.outline.boundaries(degree, None) if b.factor is not None)
+            steady = Price(max(1, self.batch // rows), self._optimizer_s / _parameter_width(self.task.graph))
+            self._choosers[key] = Chooser(self.outline, rows, degree, self.pricer, forbidden, steady)
         return self._choosers[key]
 
     def _bounds_of(self, degree: int) -> tuple[Boundary, ...]:
@@ -290,9 +304,13 @@ class Searcher:
             self.overlap,
         )  # fmt: skip
 
-    def _work_out(self, shape: Shape, storings: tuple[Storing, ...], best_s: float = float("inf")) -> list[Result]:
-        if shape.dp == 1 and self.task.constraints.zero is None and self.task.constraints.zero_group is None:
-            storings = tuple(s for s in storings if s.zero == 0)
+    def _storings(self, shape: Shape) -> tuple[Storing, ...]:
+        """Ways of storing that differ on a shape."""
+        found, fixed = storings(self.task.constraints), self.task.constraints
+        return tuple(s for s in found if s.zero == 0) if shape.dp == 1 and fixed.zero is None and fixed.zero_group is None else found
+
+    def _work_out(self, shape: Shape, best_s: float = float("inf")) -> list[Result]:
+        ways = self._storings(shape)
         chooser, price = self._chooser(shape), self._price(shape)
         results: list[Result] = []
         for level in (0.0, *_LEAN):
@@ -301,7 +319,7 @@ class Searcher:
                 if chosen is not None and level:
                     chosen = chooser.choose(boundary, self._lean(chosen, price, level))
                 if chosen is not None:
-                    results += self._store(shape, chosen, chooser, storings, best_s)
+                    results += self._store(shape, chosen, chooser, ways, best_s)
             if any(result.fits for result in results) or shape.tp == 1:
                 break
         return results
@@ -312,9 +330,9 @@ class Searcher:
         weight = level * seconds / max(1, kept)
         return Price(price.num_micro_batches, price.per_parameter_byte_s + weight, weight)
 
-    def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, storings: tuple[Storing, ...], best_s: float) -> list[Result]:
+    def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, ways: tuple[Storing, ...], best_s: float) -> list[Result]:
         found: list[Result] = []
-        for storing in sorted(storings, key=lambda s: (s.recompute != "none", s.zero)):
+        for storing in sorted(ways, key=lambda s: (s.recompute != "none", s.zero)):
             if any(r.fits and _dominates(r.storing, storing) for r in found):
                 continue
             result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes), best_s)
@@ -346,11 +364,6 @@ class Searcher:
         if memories[fullest].total <= self.limit_bytes and step_s < best_s:  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.pricer)
         return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s)
-
-
-def _ramp(through_s: float, num_stages: int, num_micro_batches: int) -> float:
-    """Lower bound of a pipeline's time from the seconds of one micro-batch through all stages."""
-    return through_s / (1.0 - (1.0 - 1.0 / num_micro_batches) ** num_stages)
 
 
 def _dominates(one: Storing, other: Storing) -> bool:

@@ -67,20 +67,24 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
                 if _allows(constraints.micro_batch_size, rows):
                     for schedule in _schedules(constraints, pp):
                         shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule))
-    free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
-    zeros = (constraints.zero,) if constraints.zero is not None else free
-    recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
-    storings = tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
     found = {
         "pp": _values(shape.pp for shape in shapes),
         "dp": _values(shape.dp for shape in shapes),
         "tp": _values(shape.tp for shape in shapes),
         "micro_batch_size": _values(shape.rows for shape in shapes),
         "schedule": _values(shape.schedule for shape in shapes),
-        "zero": zeros,
-        "recompute": recomputes,
+        "zero": _values(storing.zero for storing in storings(constraints)),
+        "recompute": tuple(dict.fromkeys(storing.recompute for storing in storings(constraints))),
     }
-    return Space(tuple(shapes), storings, found)
+    return Space(tuple(shapes), storings(constraints), found)
+
+
+def storings(constraints: Constraints) -> tuple[Storing, ...]:
+    """The ways of saving memory that the constraints leave."""
+    free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
+    zeros = (constraints.zero,) if constraints.zero is not None else free
+    recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
+    return tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
 
 
 def _allows(fixed: int | None, value: int) -> bool:

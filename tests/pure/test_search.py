@@ -136,7 +136,7 @@ def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
     searcher = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None))
     space = searcher._space()
     for shape in space.shapes[::3]:
-        times = [r.step_s for r in searcher._work_out(shape, space.storings)]
+        times = [r.step_s for r in searcher._work_out(shape)]
         bounds = [searcher._peak_bound(shape), searcher._operator_bound(shape), searcher._program_bound(shape)]
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
 

@@ -1,0 +1,214 @@
+"""Lower bounds of a shape's step, for every way of storing that may fit.
+
+Of all blocks with w seconds of one micro-batch (f forward, b backward; recomputed: b + f), from the fastest option of every
+operator or, tighter, from the integer programs; n stages, m micro-batches; sums over blocks W, F, B; G and R seconds to gather
+all parameters and to reduce all gradients over the ranks that share states, every parameter divided over the tensor axis:
+
+    T >= W / (1 - (1 - 1/m)^n)     stage j ends no sooner than m w_j + sum of w_i, i < j; the best w_j make these equal
+    T >= m * (heaviest block)
+    T >= X / n                     some stage has its share of   X = m W + sums of gradients (ZeRO-0), and for ZeRO-1, -2, -3
+                                   X = max(m W, (m-1) W + max(F, G) + max(B, R)),  max(m W, (m-1) F + max(F, G) + m max(B, R)),
+                                   max(m W, m (max(F, G) + max(B, G + R)));  sums instead of inner maxima where nothing overlaps;
+                                   the optimizer added
+    T >= W + (m-1) b_j + k f_j     1F1B, k = max(0, m - n + j): the first backward of stage j waits for a forward through all
+                                   stages and the backwards behind it; by then stage j has done m - k forwards; the last
+                                   backward passes the stages before it
+    T >= W + (m-1) w_j             GPipe: all forwards, then all backwards
+
+The last two bind the commonest pattern: N blocks, of which stage j has n_j <= cap_j, so that the least t with
+sum of min(t / g_j, cap_j) >= N is added to W; g_j = k w + (m - 1 - k) b of one block. Memory gives the caps: a stage keeps
+the states of its blocks, divided over all that can divide them, and of every micro-batch it holds what every option saves,
+or what enters the blocks if they are recomputed. A way of storing without room for all blocks is no plan; infinity says that none is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.choose import Boundary, Chooser, Outline
+from autoplan.layout import Split
+from autoplan.load import BUCKET_BYTES
+from autoplan.price import Pricer, axis_group
+from autoplan.problem import Item
+from autoplan.replay import Step
+from costmodel.memory import Widths
+from costmodel.opkey import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What one block of a pattern takes at least, whatever its options. `seconds` of one micro-batch."""
+
+    count: int
+    is_recomputed: bool  # where recomputation is full
+    seconds: float
+    forward_s: float
+    backward_s: float
+    num_elements: int
+    num_trained: int
+    saved_bytes: int
+    enter_bytes: int
+
+
+def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[str, Least]:
+    """Pattern -> the least of one block, operators alone."""
+    outline, local = chooser.outline, chooser.local
+    has_layers = any(block.layer for block in outline.graph.blocks)
+    found = {}
+    for pattern, number in outline.examples.items():
+        block = outline.graph.blocks[number]
+        items, saved_bytes = chooser.prices.items(outline.indices(block))
+        names = dict.fromkeys(name for item in items for name in item.operands if outline.graph.values[name].kind == "parameter")
+        sizes = {name: math.prod(outline.graph.values[name].spec.shape) // local.degree for name in names}
+        entering = []
+        for boundary in boundaries:
+            enters, _ = outline.boundary_of(number, boundary)
+            kept = ((name, layout) for name, layout in enters.items() if outline.graph.values[name].requires_grad)
+            entering.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
+        found[pattern] = Least(
+            outline.counts[pattern],
+            block.layer or not has_layers,
+            sum(min(choice.seconds for choice in item.choices) for item in items),
+            sum(min(choice.forward_s for choice in item.choices) for item in items),
+            sum(min(choice.backward_s for choice in item.choices) for item in items),
+            sum(sizes.values()),
+            sum(size for name, size in sizes.items() if outline.graph.values[name].requires_grad),
+            _saved(items, saved_bytes, local.degree),
+            min(entering, default=0),
+        )
+    return found
+
+
+def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int) -> int:
+    """Bytes that a block keeps for its backward pass, whatever its options."""
+    kept: dict[str, int] = {}
+    extra = 0
+    for item in items:
+        extra += min(choice.extra_bytes for choice in item.choices)
+        for root in dict.fromkeys(root for choice in item.choices for root, _ in choice.saved):
+            forms = [max((num_bytes[r] // (degree if divided else 1) for r, divided in choice.saved if r == root), default=0) for choice in item.choices]
+            kept[root] = max(kept.get(root, 0), min(forms))
+    return extra + sum(kept.values())
+
+
+class Bounds:
+    """Bounds of steps over one model: what does not depend on the shape."""
+
+    def __init__(self, outline: Outline, pricer: Pricer, width: Widths, optimizer_s: float, limit_bytes: int) -> None:
+        self.outline = outline
+        self.pricer = pricer
+        self.width = width
+        self.optimizer_s = optimizer_s  # per element
+        self.limit_bytes = limit_bytes
+        graph = outline.graph
+        users = {name: len(blocks) - 1 for name, blocks in outline.tied.items()}
+        self._again = sum(again * math.prod(graph.values[name].spec.shape) for name, again in users.items())
+
+    def step_s(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
+        """Least seconds of a step that stores so; infinity where it cannot fit. The module's formulas."""
+        caps = self._caps(blocks, step, recompute)
+        if caps is None:
+            return float("inf")
+        n, m = len(step.stage_ranks), step.num_micro_batches
+        full = recompute == "full"
+        again = {p: b.forward_s if full and b.is_recomputed else 0.0 for p, b in blocks.items()}
+        total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items())
+        forward = sum(b.count * b.forward_s for b in blocks.values())
+        backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
+        name, main = _main(blocks)
+        bound = max(ramp(total, n, m), m * max(b.seconds + again[p] for p, b in blocks.items()))
+        bound = max(bound, self._share(blocks, step, total, forward, backward) / n)
+        if n > 1:
+            seconds, back = main.seconds + again[name], main.backward_s + again[name]
+            free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
+            bound = max(bound, total + _fill(free * seconds + (m - 1 - free) * back, caps, main.count))
+        return bound
+
+    def memory_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> int:
+        """Least bytes of the fullest stage, were all stages alike."""
+        n = len(step.stage_ranks)
+        return int(self._all_bytes(blocks, step, recompute) / n)
+
+    def _share(self, blocks: Mapping[str, Least], step: Step, total: float, forward: float, backward: float) -> float:
+        m, shards = step.num_micro_batches, step.shards
+        trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
+        group = axis_group(step.axes, "dp")
+        tail = self.optimizer_s * trained / shards
+        if step.zero == 0 or shards == 1:
+            reduce_s = self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES if group.size > 1 and step.zero == 0 else 0.0
+            return m * total + reduce_s * trained * self.width.gradient + tail
+        ranks = RankGroup(shards, group.stride, 0, group.concurrent)
+        gather = sum(b.count * self.pricer.collective("all_gather", b.num_elements * self.width.parameter, ranks) for b in blocks.values())
+        scatter = sum(b.count * self.pricer.collective("reduce_scatter", b.num_trained * self.width.gradient, ranks) for b in blocks.values())
+
+        def beside(compute_s: float, moved_s: float) -> float:
+            return max(compute_s, moved_s) if step.overlap else compute_s + moved_s
+
+        if step.zero == 1:
+            passes = (m - 1) * total + beside(forward, gather) + beside(backward, scatter)
+        elif step.zero == 2:
+            passes = (m - 1) * forward + beside(forward, gather) + m * beside(backward, scatter)
+        else:
+            passes = m * (beside(forward, gather) + beside(backward, gather + scatter))
+        return max(m * total, passes) + tail
+
+    def _state_bytes(self, step: Step) -> float:
+        """Bytes at rest of one element that is trained, on one rank."""
+        width, zero, shards = self.width, step.zero if step.shards > 1 else 0, step.shards
+        return (
+            width.parameter / (shards if zero == 3 else 1)
+            + width.gradient / (shards if zero >= 2 else 1)
+            + (width.master + width.optimizer) / (shards if zero >= 1 else 1)
+        )
+
+    def _all_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
+        """States of all stages, what each keeps of one micro-batch, and what one recomputed block saves."""
+        trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
+        full = recompute == "full"
+        kept = sum(b.count * (b.enter_bytes if full and b.is_recomputed else b.saved_bytes) for b in blocks.values())
+        transient = max(b.saved_bytes if full and b.is_recomputed else 0 for b in blocks.values())
+        return trained * self._state_bytes(step) + kept + transient
+
+    def _caps(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> np.ndarray | None:
+        """Most blocks of the commonest pattern on each stage; None where not all blocks have room."""
+        n, m = len(step.stage_ranks), step.num_micro_batches
+        if self._all_bytes(blocks, step, recompute) > n * self.limit_bytes:
+            return None
+        _, main = _main(blocks)
+        recomputed = recompute == "full" and main.is_recomputed
+        held = np.full(n, m) if step.schedule == "gpipe" else np.minimum(n - np.arange(n), m)
+        shared = self._again > 0  # blocks may share parameters
+        each = (0.0 if shared else main.num_trained * self._state_bytes(step)) + held * float(main.enter_bytes if recomputed else main.saved_bytes)
+        room = self.limit_bytes - (main.saved_bytes if recomputed else 0)
+        caps = np.minimum(main.count, np.floor(max(0, room) / np.maximum(each, 1e-9)))
+        return caps if caps.sum() >= main.count else None
+
+
+def _main(blocks: Mapping[str, Least]) -> tuple[str, Least]:
+    """The pattern whose blocks weigh most together."""
+    return max(blocks.items(), key=lambda item: item[1].count * item[1].seconds)
+
+
+def _fill(weights: np.ndarray, caps: np.ndarray, count: int) -> float:
+    """The least t with sum of min(t / weights, caps) >= count; caps suffice."""
+    weights = np.maximum(weights, 0.0)
+    if (weights <= 0.0).any() and caps[weights <= 0.0].sum() >= count:
+        return 0.0
+    left = count - caps[weights <= 0.0].sum()
+    caps, weights = caps[weights > 0.0], weights[weights > 0.0]
+    order = np.argsort(caps * weights, kind="stable")  # the t at which a stage is full
+    caps, weights = caps[order], weights[order]
+    full = np.concatenate([[0.0], np.cumsum(caps)[:-1]])
+    rates = np.cumsum((1.0 / weights)[::-1])[::-1]  # of the stages that are not yet full
+    levels = (left - full) / rates
+    enough = levels <= caps * weights * (1 + 1e-12)
+    return float(max(0.0, levels[np.argmax(enough)])) if enough.any() else 0.0
+
+
+def ramp(through_s: float, num_stages: int, num_micro_batches: int) -> float:
+    """Lower bound of a pipeline's time from the seconds of one micro-batch through all stages."""
+    return through_s / (1.0 - (1.0 - 1.0 / num_micro_batches) ** num_stages)
