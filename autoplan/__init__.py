@@ -24,6 +24,7 @@ _HOMES = {
     "ClusterError": "autoplan.errors",
     "InfeasibleError": "autoplan.errors",
     "StalePlanError": "autoplan.errors",
+    "RunError": "autoplan.errors",
 }
 
 __all__ = sorted(_HOMES)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from autoplan.constraints import Constraints
-from autoplan.errors import ClusterError
+from autoplan.errors import ClusterError, UsageError
 from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.plan import Plan
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
+from costmodel.detect import detect
+from costmodel.memory import widths
 from costmodel.prices import Prices
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -32,7 +34,7 @@ def load_cluster(cluster: str | Path | Cluster) -> Cluster:
 def find_plan(
     model: torch.nn.Module | Graph,
     batch: Batch | None = None,
-    cluster: str | Path | Cluster = "cpu:1x1",
+    cluster: str | Path | Cluster | None = None,
     constraints: Constraints | None = None,
     optimizer: str = "adamw",
     precision: str | None = None,
@@ -41,14 +43,18 @@ def find_plan(
     loss_fn: LossFn | None = None,
     prices: Prices | None = None,
 ) -> Plan:
-    """The best plan for training `model` on the global batch `batch` on `cluster`. No device of the cluster is needed.
+    """The best plan for training `model` on the global batch `batch` on `cluster` (None: this job's own ranks). No device of the cluster is needed.
 
     `model` may live on the meta device, or be a graph that was captured before. `prices` default to the analytic
     model of the cluster. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
     """
     from autoplan.search import search
 
-    found = load_cluster(cluster)
+    found = load_cluster(cluster) if cluster is not None else detect()
+    try:
+        widths(None, optimizer)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn, precision=precision)
     return search(
         graph, found, prices or AnalyticPrices(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s
@@ -56,7 +62,6 @@ def find_plan(
 
 
 def _example(model: torch.nn.Module, batch: Batch | None, num_devices: int) -> Batch:
-    from autoplan.errors import UsageError
     from autoplan.example import example_batch
 
     found = batch if batch is not None else example_batch(model, max(8, 2 * num_devices))

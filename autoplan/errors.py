@@ -39,6 +39,10 @@ class InfeasibleError(AutoplanError, ValueError):
     exit_code = 3
 
 
+class RunError(AutoplanError, RuntimeError):
+    """A rank that failed in a step, or its communication. The message names the rank, stage and micro-batch."""
+
+
 class StalePlanError(AutoplanError, ValueError):
     """A plan of another model or cluster, or a damaged plan file."""
 

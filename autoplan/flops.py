@@ -24,6 +24,8 @@ def flops(target: str, operands: Sequence[TensorSpec], outputs: Sequence[TensorS
     if name in ("addmm", "baddbmm", "addbmm", "addmv"):
         rows = operands[1].shape
         return 2 * out * rows[-1] * (rows[0] if name == "addbmm" else 1)
+    if name == "einsum":
+        return _einsum(str(args[0]), operands)
     if name == "bilinear":
         return 2 * out * operands[0].shape[-1] * (operands[1].shape[-1] + 1)
     if name in ("scaled_dot_product_attention", "attention"):
@@ -55,6 +57,8 @@ def backward_flops(target: str, forward: int, grads: Sequence[bool]) -> int:
     name = target.split(".")[1]
     if name in ("scaled_dot_product_attention", "attention"):
         return 5 * forward // 2 if any(grads) else 0
+    if name == "einsum":
+        return forward * sum(grads) // max(1, len(grads) - 1)
     if name == "experts":
         return forward * (bool(grads[0]) + any(grads[3:]))
     factors = grads[1:3] if name in ("addmm", "baddbmm", "addbmm", "addmv") else grads[:2]
@@ -64,3 +68,21 @@ def backward_flops(target: str, forward: int, grads: Sequence[bool]) -> int:
 def _transposed(operands: Sequence[TensorSpec]) -> int:
     """Each input element meets its whole kernel."""
     return 2 * math.prod(operands[0].shape) * math.prod(operands[1].shape[1:])
+
+
+def _einsum(equation: str, operands: Sequence[TensorSpec]) -> int:
+    """Operands are contracted from the left, two at a time; a letter is kept while a later operand or the output has it."""
+    terms, _, result = equation.replace(" ", "").partition("->")
+    names = terms.split(",")
+    if "." in equation or len(names) < 2 or len(names) != len(operands):
+        return 0
+    sizes = {letter: size for name, spec in zip(names, operands, strict=True) for letter, size in zip(name, spec.shape, strict=True)}
+    if "->" not in equation:
+        result = "".join(letter for letter in sizes if terms.count(letter) == 1)
+    total, left = 0, dict.fromkeys(names[0])
+    for i, name in enumerate(names[1:], start=1):
+        met = left | dict.fromkeys(name)
+        total += 2 * math.prod(sizes[letter] for letter in met)
+        rest = "".join(names[i + 1 :]) + result
+        left = {letter: None for letter in met if letter in rest}
+    return total

@@ -7,10 +7,13 @@ gradient, on the example and on a second batch of other content.
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +27,7 @@ from autoplan.canonical.broadcast import delay_expansion
 from autoplan.canonical.experts import name_experts, whole_experts
 from autoplan.canonical.fold import evaluate, is_random, materialise, simplify
 from autoplan.canonical.functional import functionalize
-from autoplan.canonical.imported import import_program
+from autoplan.canonical.imported import import_program, source_of
 from autoplan.canonical.linear import unfuse
 from autoplan.canonical.lookup import gather_rows
 from autoplan.canonical.loss import sum_over_count
@@ -58,7 +61,8 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
     check_precision(precision)
     if precision is not None:
         with computing_in(model, precision):
-            return replace(capture(model, cast_batch(batch, precision), loss_fn, training=training, check=check), precision=precision)
+            graph = capture(model, cast_batch(batch, precision), loss_fn, training=training, check=check)
+            return replace(graph, precision=precision, loss=_wide_loss(graph))
     _refuse(model)
     paths, tensors, treedef, plain = _flatten(batch)
     notes = _rows(paths, tensors)
@@ -228,10 +232,15 @@ def _no_custom_function() -> Iterator[None]:
 
 def _export(wrapper: _Wrapper, example: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
     state = torch.get_rng_state()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch logs what fails; the errors below say it
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _no_custom_function():
+        said = io.StringIO()  # torch prints the graph so far where it fails
+        with warnings.catch_warnings(), torch.enable_grad(), _no_custom_function(), redirect_stderr(said):
             warnings.simplefilter("ignore")
-            return torch.export.export(wrapper, example, strict=False)
+            program = torch.export.export(wrapper, example, strict=False)
+        sys.stderr.write(said.getvalue())
+        return _static(program)
     except CaptureError:
         raise
     except Exception as error:
@@ -245,7 +254,21 @@ def _export(wrapper: _Wrapper, example: tuple[torch.Tensor, ...]) -> torch.expor
             ) from error
         raise CaptureError(f"{at}the model cannot be captured: {type(error).__name__}: {_first_line(error)}") from error
     finally:
+        logging.disable(before)
         torch.set_rng_state(state)
+
+
+def _static(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Raise CaptureError, naming the user's line, where a size is known only once the data is."""
+    for node in program.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                raise CaptureError(
+                    f"{source_of(node.stack_trace) or node.name}: a size depends on data, which a plan cannot follow: "
+                    f"use torch.where or a mask instead of {node.target}"
+                )
+    return program
 
 
 def _first_line(error: BaseException) -> str:
@@ -277,6 +300,14 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _trainable(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+
+
+def _wide_loss(graph: Graph) -> str | None:
+    """The loss before it was rounded to 16 bits: it is added up over ranks and micro-batches, and scaled."""
+    op = graph.ops[graph.producer[graph.loss]] if graph.loss in graph.producer else None
+    if op is not None and op.instr.target == "aten.to.dtype" and graph.values[op.operands[0]].spec.dtype == "float32":
+        return op.operands[0]
+    return graph.loss
 
 
 def _means_over_rows(graph: Graph) -> frozenset[str]:

@@ -18,6 +18,7 @@ from autoplan.constraints import Constraints
 from autoplan.errors import StalePlanError, UsageError
 from autoplan.evaluation import evaluation_graph
 from autoplan.example import example_batch
+from autoplan.faults import told
 from autoplan.forecast import Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
@@ -28,7 +29,7 @@ from autoplan.precision import cast_batch, check_precision
 from autoplan.retarget import check_plan, retarget
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.timeline import joined, measured, rank_events
-from autoplan.weights import SafetensorsFolder
+from autoplan.weights import SafetensorsFolder, dense_state
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from runtime.executor import Executor
@@ -221,7 +222,8 @@ class ParallelModel:
         """The model's output besides the loss, in evaluation mode, all rows in order, on the data rank 0 of the stage that makes it;
         None elsewhere. A tuple where there are several."""
         executor = self._bound(batch, "evaluate")
-        found = executor.predict(self._content(batch))
+        with told():
+            found = executor.predict(self._content(batch))
         outputs = tuple(found[name] for stage in executor.program.stages for name in stage.predictions)
         if not outputs or self.data_rank or executor.mesh.axis("tp").index:
             return None
@@ -230,7 +232,17 @@ class ParallelModel:
     def _run(self, batch: Batch | Share, kind: str) -> torch.Tensor:
         executor = self._bound(batch, kind)
         content = self._content(batch)
-        return executor.step(content) if kind == "train" else executor.evaluate(content)
+        self._check_loss()
+        with told():
+            return executor.step(content) if kind == "train" else executor.evaluate(content)
+
+    def _check_loss(self) -> None:
+        graph, _ = next(iter(self._graphs.values()))
+        if graph.loss is None:
+            raise UsageError(
+                f"{type(self._model).__name__} gives no loss: it must return a scalar, or an output with .loss or ['loss']; "
+                "otherwise give parallelize(model, batch, loss_fn=...), a function of (output, batch)."
+            )
 
     def _content(self, batch: Batch | Share) -> Batch:
         """The tensors of a batch, in the precision that is computed in."""
@@ -287,7 +299,8 @@ class ParallelModel:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients by one factor so that their global norm is at most `max_norm`; returns the norm before."""
-        return self.executor.clip_grad_norm_(max_norm, norm_type)
+        with told():
+            return self.executor.clip_grad_norm_(max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Dense parameters and buffers under the model's own names and shapes, on rank 0; empty elsewhere. Every rank calls it."""
@@ -301,15 +314,21 @@ class ParallelModel:
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path) -> None:
         """Write dense tensors, or a safetensors file or folder, into this rank's shards. Raises UsageError for missing or unknown names."""
         source = state if isinstance(state, Mapping) else SafetensorsFolder(state)
-        self.executor.load_full_state_dict(source.get)
+        dense = dense_state(self._model, source)
+        try:
+            self.executor.load_full_state_dict(dense)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that loads under another plan and number of ranks. Atomic: the previous one stays until it is complete."""
-        self.executor.save(path, optimizer)
+        with told():
+            self.executor.save(path, optimizer)
 
     def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint that `save` wrote, under any plan."""
-        self.executor.load(path, optimizer)
+        with told():
+            self.executor.load(path, optimizer)
 
     @property
     def timeline(self) -> Measured:
