@@ -1,12 +1,13 @@
 """Times one operator call on the present device, forward and backward, on tensors made from its key.
 
-The median of repeated runs; short calls are timed in batches so that the clock does not count. Backward is
+The median of repeated runs on several sets of tensors in turn; short calls are timed in batches so that the clock does not count. Backward is
 `torch.autograd.grad` on one kept graph; it is split into input and weight part in the ratio that the formulas give, for only
 their sum can be told apart from outside.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,10 +19,14 @@ import torch
 from costmodel import argtext
 from costmodel.opclass import base_name
 from costmodel.opkey import OpKey
+from costmodel.roofline import tensor_bytes
 
 _BATCH_S = 2e-4  # a sample lasts at least this long
 _MIN_SAMPLES = 3
 _MAX_SAMPLES = 15
+_SMALL_BYTES = 1 << 16
+_CACHE_BYTES = 1 << 25
+_MAX_COPIES = 8
 
 Resolve = Callable[[str], Callable[..., Any]]
 
@@ -55,15 +60,34 @@ def measure(key: OpKey, resolve: Resolve = resolve_aten, device: str | None = No
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     call = resolve(key.target)
     try:
-        tensors = _tensors(key, where)
-        args, kwargs = argtext.decode(key.args, lambda kind, item: _argument(kind, item, tensors, where))
-        with torch.enable_grad():
-            result = call(*args, **kwargs)
-        outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, torch.Tensor)]
+        prepared = [_prepare(key, call, where) for _ in range(_num_copies(key, where))]
     except NotMeasurableError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         raise NotMeasurableError(f"{key.target}: {' '.join(str(error).split())[:200]}") from error
+    forwards = itertools.cycle(forward for forward, _ in prepared)
+    forward_s, runs = _median_s(lambda: next(forwards)(), where, budget_s / 2)
+    backwards = [backward for _, backward in prepared if backward is not None]
+    if not backwards:
+        return Timing(forward_s, 0.0, runs)
+    turn = itertools.cycle(backwards)
+    backward_s, more = _median_s(lambda: next(turn)(), where, budget_s / 2)
+    return Timing(forward_s, backward_s, runs + more)
+
+
+def _num_copies(key: OpKey, device: torch.device) -> int:
+    """Sets of tensors to go round, so that a CPU's cache does not hold what a step would have pushed out of it."""
+    size = sum(tensor_bytes(*t) for t in (*key.operands, *key.outputs))
+    return 1 if device.type != "cpu" or size < _SMALL_BYTES else max(1, min(_MAX_COPIES, _CACHE_BYTES // size))
+
+
+def _prepare(key: OpKey, call: Callable[..., Any], device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """The forward call on tensors of its own, and the backward pass of one such call."""
+    tensors = _tensors(key, device)
+    args, kwargs = argtext.decode(key.args, lambda kind, item: _argument(kind, item, tensors, device))
+    with torch.enable_grad():
+        result = call(*args, **kwargs)
+    outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, torch.Tensor)]
     if tuple(tuple(t.shape) for t in outputs) != tuple(shape for shape, _ in key.outputs):
         raise NotMeasurableError(f"{key.target}: gives {[tuple(t.shape) for t in outputs]}, the key says {[s for s, _ in key.outputs]}")
     wanted = [t for t in tensors if t.requires_grad]
@@ -72,16 +96,14 @@ def measure(key: OpKey, resolve: Resolve = resolve_aten, device: str | None = No
     def forward() -> Any:
         return call(*args, **kwargs)
 
-    forward_s, runs = _median_s(forward, where, budget_s / 2)
     if not wanted or not roots:
-        return Timing(forward_s, 0.0, runs)
+        return forward, None
     cotangents = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in roots]
 
     def backward() -> Any:
         return torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, allow_unused=True)
 
-    backward_s, more = _median_s(backward, where, budget_s / 2)
-    return Timing(forward_s, backward_s, runs + more)
+    return forward, backward
 
 
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
