@@ -232,6 +232,8 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Residual(), Residual()])
+        self.count: torch.Tensor
+        self.mean: torch.Tensor
         self.register_buffer("count", torch.zeros(1))
         self.register_buffer("mean", torch.ones(WIDTH))
 

@@ -15,7 +15,6 @@ NEEDS_ALL_ROWS = {
     "buffer follows": "of all rows at once",
     "weighted": "of all rows at once",  # the sum of the labels' weights, which lie in a buffer
 }
-TIED = dict(optimizer="AdamW", steps=10)
 
 STAGES = [Try(name, UNEVEN) for name in HARD if name not in NEEDS_ALL_ROWS]
 CUTS = [Try(name, dict(pp=2, num_micro_batches=2), cut=cut) for name in ("aliases cross", "alias written", "transposed crosses") for cut in (1, 2, 3)]
@@ -39,7 +38,7 @@ CLIPPED = [
 ]
 ACCUMULATED = [Try("words", dict(pp=2, num_micro_batches=2), calls=3), Try("tied", dict(dp=2, zero=2, num_micro_batches=2), calls=3)]
 FOUR = [
-    *(Try("tied", dict(dp=2, pp=2, zero=zero, num_micro_batches=2), **TIED) for zero in (0, 1, 3)),
+    *(Try("tied", dict(dp=2, pp=2, zero=zero, num_micro_batches=2), optimizer="AdamW", steps=10) for zero in (0, 1, 3)),
     Try("tied", dict(tp=2, pp=2, num_micro_batches=3), splits_seed=4, norm_type=2.0),
     Try("skips", dict(pp=4, num_micro_batches=8)),
     Try("skips", dict(pp=4, num_micro_batches=2, schedule="gpipe", recompute="full")),
