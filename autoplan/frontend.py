@@ -304,7 +304,7 @@ def _trainable(model: nn.Module) -> frozenset[str]:
 
 def _wide_loss(graph: Graph) -> str | None:
     """The loss before it was rounded to 16 bits: it is added up over ranks and micro-batches, and scaled."""
-    op = graph.ops[graph.producer[graph.loss]] if graph.loss in graph.producer else None
+    op = graph.ops[graph.producer[graph.loss]] if graph.loss is not None and graph.loss in graph.producer else None
     if op is not None and op.instr.target == "aten.to.dtype" and graph.values[op.operands[0]].spec.dtype == "float32":
         return op.operands[0]
     return graph.loss

@@ -11,7 +11,7 @@ ranks that hold parts, which all do the same work, and cut again after it. Its s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,14 +66,25 @@ def _refuse_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _gathered(cls: Any, divided: Sequence[Resident]) -> Any:
-    """`cls` on dense copies of these parameters."""
-    whole = {r.tensor: nn.Parameter(r.gather(), requires_grad=True) for r in divided}
+    """`cls` on dense copies of those of its parameters that are among `divided`."""
+    residents = {resident.tensor: resident for resident in divided}
 
     class Gathered(cls):
-        dense: Mapping[torch.Tensor, nn.Parameter] = whole
+        dense: dict[torch.Tensor, nn.Parameter]  # by the parameter at rest
 
-        def __init__(self, params: Any, **options: Any) -> None:
-            super().__init__(_replaced(params, whole), **options)
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            self.__dict__.setdefault("dense", {})
+            super().add_param_group({**param_group, "params": self._whole(param_group["params"])})
+
+        def _whole(self, given: Any) -> Any:
+            """Parameters, or (name, parameter) pairs, with dense copies in the place of divided ones."""
+            if isinstance(given, torch.Tensor):
+                if given in residents and given not in self.dense:
+                    self.dense[given] = nn.Parameter(residents[given].gather())
+                return self.dense.get(given, given)
+            if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+                return given[0], self._whole(given[1])
+            return [self._whole(item) for item in given]
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             def evaluated() -> Any:
@@ -84,8 +95,8 @@ def _gathered(cls: Any, divided: Sequence[Resident]) -> Any:
                 return loss
 
             with torch.no_grad():
-                for resident in divided:
-                    whole[resident.tensor].copy_(resident.gather())
+                for part, whole in self.dense.items():
+                    whole.copy_(residents[part].gather())
             self._gather_grads()
             loss = super().step() if closure is None else super().step(evaluated)
             self._scatter()
@@ -93,28 +104,16 @@ def _gathered(cls: Any, divided: Sequence[Resident]) -> Any:
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
-            for resident in divided:
-                resident.tensor.grad = None
+            for part in self.dense:
+                part.grad = None
 
         def _gather_grads(self) -> None:
-            for resident in divided:
-                grad = resident.tensor.grad
-                whole[resident.tensor].grad = None if grad is None else resident.gather(grad)
+            for part, whole in self.dense.items():
+                whole.grad = None if part.grad is None else residents[part].gather(part.grad)
 
         def _scatter(self) -> None:
-            for resident in divided:
-                resident.write(whole[resident.tensor].detach())
+            for part, whole in self.dense.items():
+                residents[part].write(whole.detach())
 
     Gathered.__name__ = Gathered.__qualname__ = cls.__name__
     return Gathered
-
-
-def _replaced(params: Any, whole: Mapping[torch.Tensor, nn.Parameter]) -> Any:
-    """Parameters, (name, parameter) pairs or groups of either, with the dense copies in their place."""
-    if isinstance(params, torch.Tensor):
-        return whole.get(params, params)
-    if isinstance(params, Mapping):
-        return {key: _replaced(value, whole) if key == "params" else value for key, value in params.items()}
-    if isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
-        return params[0], _replaced(params[1], whole)
-    return [_replaced(item, whole) for item in params]

@@ -38,6 +38,7 @@ def manual_plan(
     schedule: str = "1f1b",
     recompute: str = "none",
     splits: Mapping[str, Mapping[str, str]] | None = None,
+    precision: str | None = None,
 ) -> Plan:
     """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split)."""
     assert graph.batch_size is not None
@@ -57,7 +58,7 @@ def manual_plan(
         zero_group=None,
         schedule=schedule,
         num_chunks=1,
-        precision=None,
+        precision=precision,
         optimizer="sgd",
         stages=even_stages(graph, pp),
         blocks=blocks,
