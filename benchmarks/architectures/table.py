@@ -3,7 +3,7 @@
     python benchmarks/architectures/table.py [NAME...] [--results FILE] [--models 8]
 
 runs the named architectures (default: those that FILE lacks, at most `--models` of them) and prints the table of all in FILE as Markdown.
-A cell is the worst relative L2 error of the loss and of any gradient in float32 ("m=1": one micro-batch, since the batch cannot be
+A cell is the worst relative L2 error of the loss and of any gradient in float32, of two towers in float64 ("m=1": one micro-batch, since the batch cannot be
 divided in time); "split" is the share of the forward pass' FLOPs in operators that are divided.
 """
 
