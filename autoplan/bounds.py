@@ -10,6 +10,8 @@ all parameters and to reduce all gradients over the ranks that share states, eve
                                    X = max(m W, (m-1) W + max(F, G) + max(B, R)),  max(m W, (m-1) F + max(F, G) + m max(B, R)),
                                    max(m W, m (max(F, G) + max(B, G + R)));  sums instead of inner maxima where nothing overlaps;
                                    the optimizer added
+    T >= max(F, G) + max(B, R)     the first forward passes all stages, and gathers there; then the last backward, and reduces (ZeRO-3:
+                                   max(B, G + R))
     T >= W + (m-1) b_j + k f_j     1F1B, k = max(0, m - n + j): the first backward of stage j waits for a forward through all
                                    stages and the backwards behind it; by then stage j has done m - k forwards; the last
                                    backward passes the stages before it
@@ -121,7 +123,9 @@ class Bounds:
         backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
         name, main = _main(blocks)
         bound = max(ramp(total, n, m), m * max(b.seconds + again[p] for p, b in blocks.items()))
-        bound = max(bound, self._share(blocks, step, total, forward, backward) / n)
+        gather, scatter = self._moved(blocks, step)
+        first, last = _beside(step, forward, gather), _beside(step, backward, scatter + (gather if step.zero == 3 else 0.0))
+        bound = max(bound, first + last, self._share(blocks, step, total, forward, backward) / n)
         if n > 1:
             seconds, back = main.seconds + again[name], main.backward_s + again[name]
             free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
@@ -141,20 +145,24 @@ class Bounds:
         if step.zero == 0 or shards == 1:
             reduce_s = self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES if group.size > 1 and step.zero == 0 else 0.0
             return m * total + reduce_s * trained * self.width.gradient + tail
-        ranks = RankGroup(shards, group.stride, 0, group.concurrent)
+        gather, scatter = self._moved(blocks, step)
+        if step.zero == 1:
+            passes = (m - 1) * total + _beside(step, forward, gather) + _beside(step, backward, scatter)
+        elif step.zero == 2:
+            passes = (m - 1) * forward + _beside(step, forward, gather) + m * _beside(step, backward, scatter)
+        else:
+            passes = m * (_beside(step, forward, gather) + _beside(step, backward, gather + scatter))
+        return max(m * total, passes) + tail
+
+    def _moved(self, blocks: Mapping[str, Least], step: Step) -> tuple[float, float]:
+        """Seconds to gather all parameters once, and to reduce and scatter all gradients, under ZeRO."""
+        if step.zero == 0 or step.shards == 1:
+            return 0.0, 0.0
+        group = axis_group(step.axes, "dp")
+        ranks = RankGroup(step.shards, group.stride, 0, group.concurrent)
         gather = sum(b.count * self.pricer.collective("all_gather", b.num_elements * self.width.parameter, ranks) for b in blocks.values())
         scatter = sum(b.count * self.pricer.collective("reduce_scatter", b.num_trained * self.width.gradient, ranks) for b in blocks.values())
-
-        def beside(compute_s: float, moved_s: float) -> float:
-            return max(compute_s, moved_s) if step.overlap else compute_s + moved_s
-
-        if step.zero == 1:
-            passes = (m - 1) * total + beside(forward, gather) + beside(backward, scatter)
-        elif step.zero == 2:
-            passes = (m - 1) * forward + beside(forward, gather) + m * beside(backward, scatter)
-        else:
-            passes = m * (beside(forward, gather) + beside(backward, gather + scatter))
-        return max(m * total, passes) + tail
+        return gather, scatter
 
     def _state_bytes(self, step: Step) -> float:
         """Bytes at rest of one element that is trained, on one rank."""
@@ -186,6 +194,10 @@ class Bounds:
         room = self.limit_bytes - (main.saved_bytes if recomputed else 0)
         caps = np.minimum(main.count, np.floor(max(0, room) / np.maximum(each, 1e-9)))
         return caps if caps.sum() >= main.count else None
+
+
+def _beside(step: Step, compute_s: float, moved_s: float) -> float:
+    return max(compute_s, moved_s) if step.overlap else compute_s + moved_s
 
 
 def _main(blocks: Mapping[str, Least]) -> tuple[str, Least]:

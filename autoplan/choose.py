@@ -23,7 +23,7 @@ from costmodel.opkey import RankGroup
 
 _MAX_FACTORS = 2  # boundaries tried beside "whole"
 _GAP = 1e-3  # of one integer program; its proved bound counts, so that the plan's gap stays true
-_REUSE = 2e-3  # a known answer may be so much above its bound at another price
+_REUSE = 5e-3  # a known answer may be so much above its bound at another price
 _MAX_SHARED = 9  # combinations of layouts of shared parameters
 
 

@@ -13,7 +13,7 @@ its answer serves all shapes where it is within a small part of its bound there.
 
 Working a shape out: integer programs for every boundary (autoplan/choose.py), best cuts under the memory limit by stage
 (autoplan/cuts.py), replay (autoplan/simulate.py), for each ZeRO stage and recomputation that is not dominated by one that fits:
-recomputation only adds time, and so does ZeRO-3 to -2 to -1. Where nothing fits, choices that weigh memory follow.
+recomputation only adds time, and so does ZeRO-3 to -2 to -1, as long as memory does not bend the cuts. Where nothing fits, choices that weigh memory follow.
 
     gap = 1 - (least bound of all shapes that were not worked out, and of the chosen one's own) / (time of the best plan)
 
@@ -23,6 +23,7 @@ both at the search's own prices. Equal times are decided by less memory, then by
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class Result:
     loads: tuple[StageLoad, ...]
     times: tuple[Durations, ...]
     bubble_s: float
+    is_bent: bool  # whether other cuts would be faster, but for memory
 
     @property
     def fits(self) -> bool:
@@ -126,6 +128,7 @@ class Searcher:
         self._optimizer_s = max(0.0, high - low) / 2**23  # per element
         smallest = min((itemsize(v.spec.dtype) for v in task.graph.parameters()), default=4)
         self._bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self._optimizer_s, self.limit_bytes)
+        self._solutions: dict[tuple[int, int, Boundary], Mapping[str, Least] | None] = {}
         self._leasts: dict[tuple[int, int], Mapping[str, Least]] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
@@ -239,12 +242,16 @@ class Searcher:
         return self._bound(shape, self._least(shape.rows, shape.tp))
 
     def _program_bound(self, shape: Shape) -> float:
-        blocks, found = self._least(shape.rows, shape.tp), []
-        for boundary in self._bounds_of(shape.tp):
-            seconds = self._chooser(shape).least_s(boundary)
-            if seconds is not None:
-                found.append(self._bound(shape, {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}))
-        return min(found, default=float("inf"))
+        found = (self._solved(shape.rows, shape.tp, boundary) for boundary in self._bounds_of(shape.tp))
+        return min((self._bound(shape, blocks) for blocks in found if blocks is not None), default=float("inf"))
+
+    def _solved(self, rows: int, degree: int, boundary: Boundary) -> Mapping[str, Least] | None:
+        """The least of every pattern, with communication; None where the boundary cannot be had."""
+        key = (rows, degree, boundary)
+        if key not in self._solutions:
+            seconds, blocks = self._chooser_of(rows, degree).least_s(boundary), self._least(rows, degree)
+            self._solutions[key] = None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}
+        return self._solutions[key]
 
     def _bound(self, shape: Shape, blocks: Mapping[str, Least]) -> float:
         return min(self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute) for storing in self._storings(shape))
@@ -314,13 +321,17 @@ class Searcher:
         chooser, price = self._chooser(shape), self._price(shape)
         results: list[Result] = []
         for level in (0.0, *_LEAN):
+            promising = False
             for boundary in self._bounds_of(shape.tp):
-                chosen = chooser.choose(boundary, price)
+                blocks = self._solved(shape.rows, shape.tp, boundary)
+                left = tuple(s for s in ways if blocks is not None and self._bounds.step_s(blocks, self.step(shape, s), s.recompute) < best_s)
+                chosen = chooser.choose(boundary, price) if left or (blocks is not None and best_s == float("inf")) else None
                 if chosen is not None and level:
                     chosen = chooser.choose(boundary, self._lean(chosen, price, level))
                 if chosen is not None:
-                    results += self._store(shape, chosen, chooser, ways, best_s)
-            if any(result.fits for result in results) or shape.tp == 1:
+                    promising = True
+                    results += self._store(shape, chosen, chooser, left or ways, best_s)
+            if not promising or any(result.fits for result in results) or shape.tp == 1:
                 break
         return results
 
@@ -333,7 +344,7 @@ class Searcher:
     def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, ways: tuple[Storing, ...], best_s: float) -> list[Result]:
         found: list[Result] = []
         for storing in sorted(ways, key=lambda s: (s.recompute != "none", s.zero)):
-            if any(r.fits and _dominates(r.storing, storing) for r in found):
+            if any(r.fits and not r.is_bent and _dominates(r.storing, storing) for r in found):
                 continue
             result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes), best_s)
             if result is not None:
@@ -341,7 +352,7 @@ class Searcher:
         return found
 
     def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result | None:
-        step = self.step(shape, storing)
+        step, is_bent = self.step(shape, storing), False
         numbers, layers = self.outline.blocks, self.task.constraints.stage_layers
         if layers is not None:
             cuts: tuple[int, ...] | None = layer_cuts([self.task.graph.blocks[n].layer for n in numbers], layers)
@@ -351,9 +362,11 @@ class Searcher:
             shares = step.shards if step.zero else 1
             tail = work.tail_per_byte_s(self._optimizer_s / _parameter_width(self.task.graph) / shares) / shape.num_micro_batches
             weights = np.array([b.slot_s for b in work.blocks]) + tail
-            cuts = best_cuts(weights.tolist(), shape.pp, work.fits(step, self.width, self.limit_bytes))
-            if cuts is None:
-                cuts = best_cuts(weights.tolist(), shape.pp)
+            cuts = best_cuts(weights.tolist(), shape.pp)
+            fits = work.fits(step, self.width, self.limit_bytes)
+            if cuts is not None and not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
+                fitting = best_cuts(weights.tolist(), shape.pp, fits)
+                cuts, is_bent = fitting or cuts, fitting is not None
         assert cuts is not None
         starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.task.graph.blocks))
         loads = work.stage_loads(starts)
@@ -363,7 +376,7 @@ class Searcher:
         step_s, idle_s = least_step(times, step)
         if memories[fullest].total <= self.limit_bytes and step_s < best_s:  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.pricer)
-        return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s)
+        return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s, is_bent)
 
 
 def _dominates(one: Storing, other: Storing) -> bool:
