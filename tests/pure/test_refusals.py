@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autoplan
+from autoplan.capture_check import _compare
 
 
 class Branches(nn.Module):
@@ -84,3 +85,12 @@ def test_what_fails_inside_a_step_is_an_error_of_this_project() -> None:
         model.forward_backward({"x": BATCH["x"].double()})
     with pytest.raises(autoplan.UsageError, match="no checkpoint"):
         model.load("nowhere")
+
+
+def test_a_gradient_that_cancels_to_rounding_is_no_reason_to_refuse_and_a_wrong_one_is() -> None:
+    expected = {"loss": torch.tensor(1.0), "weight": torch.ones(100), "bias": torch.full((1,), 1e-8)}
+    _compare(expected, expected | {"bias": torch.full((1,), 3e-7)}, 2e-5)
+    with pytest.raises(autoplan.CaptureError, match="gradient of 'bias'"):
+        _compare(expected, expected | {"bias": torch.full((1,), 3e-6)}, 2e-5)
+    with pytest.raises(autoplan.CaptureError, match="its loss"):
+        _compare(expected, expected | {"loss": torch.tensor(1.0 + 1e-4)}, 2e-5)
