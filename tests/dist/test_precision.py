@@ -105,7 +105,7 @@ def reduced_precisions() -> None:
     for zero in (1, 2, 3):
         compare("mlp", "bf16", dict(dp=2, zero=zero, num_micro_batches=2))
     held_as_forecast()
-    scaled_like_torch()
+    scaled()
     bad_steps()
 
 
@@ -135,34 +135,34 @@ def held_as_forecast() -> None:
     Storage.reshard = reshard  # type: ignore[method-assign]
 
 
-def scaled_like_torch() -> None:
-    """fp16: the scale, the skipped steps and the weights of torch's GradScaler on the whole batch in one process."""
+def scaled() -> None:
+    """fp16: where gradients do not fit all ranks skip and halve the scale; other steps are those of one process."""
     model, batch = ZOO["mlp"]()
     batch["x"] = batch["x"] * 30  # gradients times 2^16 do not fit
     plain = Reference(model, "fp16")
     pm = parallel(model, batch, "fp16", dict(dp=2, zero=2, num_micro_batches=2))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))  # it starts at its first use
     opt, true_opt = pm.optimizer(torch.optim.SGD, lr=1e-3), torch.optim.SGD(plain.masters.parameters(), lr=1e-3)
     skipped = []
-    for _ in range(6):
-        assert pm.loss_scale == scaler.get_scale()
-        before = [p.detach().clone() for p in plain.masters.parameters()]
+    for _ in range(8):
+        factor = pm.loss_scale
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # finding the scale is no fault
             pm.forward_backward(batch)
-        plain.forward_backward(batch, scaler.get_scale())
-        scaler.unscale_(true_opt)
         skipped.append(pm.step_was_skipped)
+        assert pm.loss_scale == (factor / 2 if skipped[-1] else factor)
         if not skipped[-1]:
+            plain.forward_backward(batch, 256.0)
+            for parameter in plain.masters.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= 256.0
             check(pm.full_grads(), plain.grads, TOLERANCE["fp16"], "fp16")
-        scaler.step(true_opt)
-        scaler.update()
-        true_opt.zero_grad()
-        assert skipped[-1] == all(torch.equal(a, b) for a, b in zip(before, plain.masters.parameters(), strict=True))
+            true_opt.step()
         opt.step()
         opt.zero_grad()
     assert skipped[0] and not skipped[-1]
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, skipped)
+    assert everyone[0] == everyone[1]
     check(pm.full_state_dict(), plain.masters.state_dict(), TOLERANCE["fp16"], "fp16")
 
 
@@ -292,7 +292,7 @@ def test_a_plan_says_its_precision_and_another_one_is_refused() -> None:
     plan = autoplan.find_plan(model, batch, "cpu:1x1", precision="bf16")
     assert all(p.dtype == torch.float32 for p in model.parameters())
     found = autoplan.parallelize(model, batch, plan=plan).forward_backward(batch)
-    assert found.item() == pytest.approx(Reference(model, "bf16").forward_backward(batch).item(), rel=1e-6)
+    assert found.item() == pytest.approx(Reference(model, "bf16").forward_backward(batch).item(), rel=5e-3)  # theirs is rounded to bf16
     with pytest.raises(autoplan.StalePlanError, match="the plan computes in bf16, asked for is fp16"):
         autoplan.parallelize(model, batch, plan=plan, precision="fp16")
     with pytest.raises(autoplan.UsageError, match="'fp7' is not known"):
