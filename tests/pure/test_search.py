@@ -141,6 +141,24 @@ def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_no_shape_that_was_pruned_is_better(share: float) -> None:
+    small = transformer(layers=3, batch=4, seq=32, hidden=256, heads=4, inner=1024, vocab=1000)
+    cluster = Cluster.parse("a100-sxm-80gb:1x4")
+
+    def searcher(limit_bytes: int) -> Searcher:
+        return Searcher(Task(small, cluster, FlatPrices(limit_bytes), Constraints(), "adamw", None, None))
+
+    limit = int(searcher(80 * GIB).run().best().memory.total * share)
+    outcome = searcher(limit).run()
+    every = searcher(limit)
+    times = [r.step_s for shape in every._space().shapes for r in every._work_out(shape) if r.fits]
+    assert bool(outcome.fitting) == bool(times)
+    if times:
+        assert outcome.best().step_s * (1 - outcome.gap()) <= min(times) * (1 + 1e-9)
+        assert outcome.best().step_s <= min(times) * 1.01
+
+
 def test_micro_batches_are_not_offered_where_the_loss_is_no_sum_over_rows(graph: Graph) -> None:
     last = graph.ops[-1]
     changed = dataclasses.replace(graph, ops=(*graph.ops[:-1], dataclasses.replace(last, loops=())))
