@@ -1,14 +1,17 @@
-"""What all ranks of a job have to agree on: rank 0 captures and plans for everyone, and everyone starts from its weights."""
+"""What all ranks of a job have to agree on: rank 0 captures and plans for everyone, everyone starts from its weights, and all
+run the same program in every call."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from autoplan.errors import AutoplanError, UsageError
+from autoplan.errors import AutoplanError, RunError, UsageError
+from runtime.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -63,3 +66,39 @@ def _checksum(tensor: torch.Tensor) -> tuple[float, float] | None:
     values = flat.abs().double() if flat.is_complex() else flat.double()
     weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
     return values.sum().item(), (values * weights.remainder_(1021)).sum().item()
+
+
+class Calls:
+    """Which program each rank runs in each call, written to the job's store.
+
+    A rank writes its own line at every call and reads the others' only where its program changes: if ranks differ, one of them
+    sees another program than before.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._number, self._last = mesh, 0, ""
+        # models are made in the same order on every rank, so a rank's count of them names this one
+        model = mesh.guard.store.add(f"autoplan/models/{mesh.rank}", 1) if mesh.guard.store is not None else 0
+        self._key = f"autoplan/calls/{model}"
+
+    def enter(self, program: str) -> None:
+        """Begin a call that runs `program`. Raises RunError, on every rank, where another rank runs something else in it."""
+        store = self._mesh.guard.store
+        self._number += 1
+        changed, self._last = program != self._last, program
+        if store is None:
+            return
+        store.set(f"{self._key}/{self._mesh.rank}", f"{self._number}|{program}")
+        end_s = time.monotonic() + self._mesh.timeout_s
+        for rank in range(self._mesh.world_size if changed else 0):
+            while True:
+                number, _, other = store.get(f"{self._key}/{rank}").decode().partition("|")
+                if int(number) >= self._number:
+                    break
+                self._mesh.guard.check()
+                if time.monotonic() > end_s:
+                    raise RunError(f"rank {rank} did not come to call {self._number} within {self._mesh.timeout_s:g} s")
+                time.sleep(0.01)
+            if other != program:
+                text = f"in call {self._number} rank {self._mesh.rank} runs {program}, rank {rank} runs {other}: give every rank a batch of the same shape"
+                raise RunError(self._mesh.guard.report(text))

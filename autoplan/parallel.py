@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from autoplan.agreement import from_first_rank, share_weights
+from autoplan.agreement import Calls, from_first_rank, share_weights
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
 from autoplan.constraints import Constraints
 from autoplan.errors import StalePlanError, UsageError
@@ -108,6 +108,7 @@ class ParallelModel:
         self._model, self._settings = model, settings
         self._plan: Plan | None = None
         self._executor: Executor | None = None
+        self._calls: Calls | None = None
         self._graphs: OrderedDict[str, tuple[Graph, Plan]] = OrderedDict()
         self._programs: dict[tuple[str, str], Program] = {}
 
@@ -127,6 +128,7 @@ class ParallelModel:
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = _dense_source(self._model, graph)
         scale = LossScale() if precision == "fp16" else None
+        self._calls = Calls(mesh)
         self._executor = Executor(program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale)
         protect(self._executor.trainable)
 
@@ -253,8 +255,11 @@ class ParallelModel:
         if self._executor is None:
             self.prepare(batch.batch if isinstance(batch, Share) else batch)
         content = self._content(batch)
-        executor = self.executor
-        program = self._program(content, self._global_rows(batch), kind, executor.mesh)
+        executor, rows = self.executor, self._global_rows(batch)
+        assert self._calls is not None
+        with told():
+            self._calls.enter(f"{kind} on {shape_key(content, rows)}")
+        program = self._program(content, rows, kind, executor.mesh)
         if program is not executor.program:
             graph, _ = self._graphs[shape_key(content, program.global_rows)]
             executor.rebind(program, _dense_source(self._model, graph))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 import time
@@ -73,6 +74,7 @@ def _rank_main(rank: int, world_size: int, folder: str, timeout_s: float, fn: Ca
         result = fn(*args)
         (Path(folder) / f"result.{rank}").write_bytes(pickle.dumps(result))
         dist.destroy_process_group()
+        os._exit(0)  # a thread that waits for a rank that is gone must not delay the end
     except BaseException:
         (Path(folder) / f"error.{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise SystemExit(1) from None

@@ -188,3 +188,17 @@ def test_ranks_start_from_the_first_ones_weights_and_draw_the_same_random_number
     for constraints in (dict(tp=2), dict(dp=2)):
         for losses in run_ranks(random_steps, 2, constraints, timeout_s=250):
             assert losses == pytest.approx(alone, rel=FP32), constraints
+
+
+def different_rows() -> str:
+    model, batch, _ = build("mlp")
+    pm = autoplan.parallelize(model, batch, constraints=autoplan.Constraints(pp=2))
+    pm.forward_backward(batch)
+    with pytest.raises(autoplan.RunError, match="batch of the same shape") as caught:
+        pm.forward_backward(rows(batch, 0, 4) if dist.get_rank() else batch)
+    return str(caught.value)
+
+
+def test_ranks_that_are_given_batches_of_different_shapes_all_stop() -> None:
+    first, second = run_ranks(different_rows, 2, timeout_s=100)
+    assert "in call 2 rank 1 runs" in first and "in call 2 rank 1 runs" in second
