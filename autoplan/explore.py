@@ -15,7 +15,7 @@ Working a shape out: integer programs for every boundary (autoplan/choose.py), b
 (autoplan/cuts.py), replay (autoplan/simulate.py), for each ZeRO stage and recomputation that is not dominated by one that fits:
 recomputation only adds time, and so does ZeRO-3 to -2 to -1, as long as memory does not bend the cuts. Where nothing fits, choices that weigh memory follow.
 
-    gap = 1 - (least bound of all shapes that were not worked out, and of the chosen one's own) / (time of the best plan)
+    gap = 1 - (least bound of all shapes, those that were worked out included) / (time of the chosen plan)
 
 both at the search's own prices. Equal times are decided by less memory, then by the shape.
 """
@@ -91,10 +91,10 @@ class Outcome:
     def best(self) -> Result:
         return min(self.fitting, key=lambda r: r.order)
 
-    def gap(self) -> float:
-        best = self.best()
-        left = [bound for shape, bound in self.bounds.items() if shape not in self.worked_out or shape == best.shape]
-        return max(0.0, 1.0 - min([best.step_s, *left]) / best.step_s)
+    def gap(self, chosen: Result) -> float:
+        """How much faster than `chosen` any plan of the space could be at most: a shape that was worked out counts with its bound too,
+        since not every choice inside it was looked at."""
+        return max(0.0, 1.0 - min([chosen.step_s, *self.bounds.values()]) / chosen.step_s)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
     best_s = outcome.best().step_s
     ranked = sorted(outcome.fitting, key=lambda r: r.order)
     several = len(task.graph.ops) <= _MANY_OPS
-    found: list[Plan] = []
+    found: list[tuple[Plan, Result]] = []
+    dropped: list[tuple[Result, Result]] = []  # as the search saw it, and with the memory of its program
     for result in ranked:
         close = result.step_s <= best_s * _CLOSE and len(found) < _NUM_FINALISTS and several
         if found and not close:
@@ -62,10 +63,16 @@ def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
         told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=searcher.overlap)
         told = _limited(told, result.limit_bytes)
         if told.peak_memory_bytes <= result.limit_bytes:
-            found.append(replace(plan, forecast=told))
+            found.append((replace(plan, forecast=told), result))
+        else:
+            fullest = max(told.stages, key=lambda stage: stage.memory.total)
+            dropped.append((result, replace(result, memory=fullest.memory, fullest=fullest.stage)))
+    kept = [result for result in outcome.fitting if not any(result is seen for seen, _ in dropped)]
+    known = replace(outcome, fitting=kept, too_large=[*(real for _, real in dropped), *outcome.too_large])
     if not found:
-        raise too_large(replace(outcome, too_large=[*outcome.too_large, *outcome.fitting]), task)
-    return min(found, key=lambda plan: plan.forecast.step_time_s)
+        raise too_large(replace(known, too_large=[*known.too_large, *known.fitting], fitting=[]), task)
+    plan, best = min(found, key=lambda pair: pair[0].forecast.step_time_s)
+    return replace(plan, gap=known.gap(best), alternatives=alternatives(best, known), reasons=_reasons(best, known))
 
 
 def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
@@ -92,7 +99,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         stages=stages,
         blocks=_block_plans(best, searcher),
         forecast=forecast_of(best, searcher),
-        gap=outcome.gap(),
+        gap=outcome.gap(best),
         space=outcome.space.axes,
         alternatives=alternatives(best, outcome),
         reasons=_reasons(best, outcome),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from itertools import pairwise
 
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph, Op, Option, options
@@ -24,7 +25,7 @@ def even_stages(graph: Graph, num_stages: int) -> tuple[StagePlan, ...]:
         seen += weight
     cuts.append(len(weights))
     assert len(cuts) == num_stages + 1, "fewer blocks than stages"
-    return tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, n) for n, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)))
+    return tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, n) for n, (a, b) in enumerate(pairwise(cuts)))
 
 
 def manual_plan(
