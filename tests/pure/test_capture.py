@@ -381,7 +381,7 @@ def test_batches_that_make_no_sense_are_refused(batch: Any, reason: str) -> None
 
 
 def test_a_wrong_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import autoplan.capture as module
+    import autoplan.frontend as module
 
     honest = module.canonical
 
