@@ -26,7 +26,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,12 +35,12 @@ from autoplan.choose import Boundary, Chooser, Chosen, Outline
 from autoplan.constraints import Constraints, check_degrees, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
-from autoplan.forecast import Memory
 from autoplan.graph import Graph, options
-from autoplan.load import BUCKET_BYTES, StageLoad
+from autoplan.load import BUCKET_BYTES
+from autoplan.outcome import Outcome, Result
 from autoplan.price import Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
-from autoplan.replay import Durations, Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
+from autoplan.replay import Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space, storings
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster
@@ -50,51 +50,6 @@ from costmodel.prices import Prices
 _ENOUGH = 0.005  # the search ends once nothing left can be faster by more
 _NUM_MESHES = 5  # worked out at least, where there are as many
 _LEAN = (0.5, 5.0)  # weights of memory against time where nothing fits
-
-
-@dataclass(frozen=True)
-class Result:
-    """One plan, worked out. `fullest` is the stage with the most memory."""
-
-    shape: Shape
-    storing: Storing
-    chosen: Chosen
-    starts: tuple[int, ...]  # of the stages, in graph blocks, and the end
-    step_s: float
-    memory: Memory
-    fullest: int
-    limit_bytes: int
-    loads: tuple[StageLoad, ...]
-    times: tuple[Durations, ...]
-    bubble_s: float
-    is_bent: bool  # whether other cuts would be faster, but for memory
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.limit_bytes
-
-    @property
-    def order(self) -> tuple:
-        return (self.step_s, self.memory.total, self.shape, self.storing, self.starts)
-
-
-@dataclass
-class Outcome:
-    """All that the search knows at its end."""
-
-    space: Space
-    fitting: list[Result] = field(default_factory=list)
-    too_large: list[Result] = field(default_factory=list)
-    bounds: dict[Shape, float] = field(default_factory=dict)  # tightest known of every shape
-    worked_out: set[Shape] = field(default_factory=set)
-
-    def best(self) -> Result:
-        return min(self.fitting, key=lambda r: r.order)
-
-    def gap(self, chosen: Result) -> float:
-        """How much faster than `chosen` any plan of the space could be at most: a shape that was worked out counts with its bound too,
-        since not every choice inside it was looked at."""
-        return max(0.0, 1.0 - min([chosen.step_s, *self.bounds.values()]) / chosen.step_s)
 
 
 @dataclass(frozen=True)

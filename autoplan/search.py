@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autoplan.constraints import Constraints
-from autoplan.explore import Outcome, Result, Searcher, Task, too_large
+from autoplan.explore import Searcher, Task, too_large
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph
 from autoplan.lower import lower
 from autoplan.notes import blocks_of_pattern, op_notes
+from autoplan.outcome import Outcome, Result
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
 from autoplan.simulate import assemble, forecast
 from autoplan.units import figures, num_bytes, seconds
