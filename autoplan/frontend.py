@@ -35,6 +35,7 @@ from autoplan.canonical.tidy import tidy
 from autoplan.canonical.trace import Trace
 from autoplan.capture_check import check_against_model
 from autoplan.errors import CaptureError
+from autoplan.factors import annotate, unknown_ops
 from autoplan.fingerprint import fingerprint
 from autoplan.flops import flops
 from autoplan.graph import Graph, Op, Value
@@ -42,7 +43,7 @@ from autoplan.precision import cast_batch, check_precision, computing_in
 from autoplan.saved import saved
 from autoplan.shardsim import with_proved_rules
 from runtime.call import dtype_of
-from runtime.instr import Ref, TensorSpec, uses
+from runtime.instr import TensorSpec, uses
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -332,7 +333,7 @@ def build(name: str, trace: Trace, has_loss: bool, training: bool, notes: tuple[
     exported = (*trace.outputs, *(value for _, value in trace.buffer_updates))
     ops, blocks = partition(values, ops, exported)
     batch_inputs = tuple(v.name for v in values.values() if v.kind == "input")
-    values, ops, sizes, batch_factor = _annotate(values, ops, batch_inputs)
+    values, ops, sizes, batch_factor = annotate(values, ops, batch_inputs)
     if notes:
         batch_factor = None
     rest = (f"loss {loss}", f"outputs {keep}", f"updates {trace.buffer_updates}", f"training {training}")
@@ -349,7 +350,7 @@ def build(name: str, trace: Trace, has_loss: bool, training: bool, notes: tuple[
         fingerprint=fingerprint(values, ops, rest),
         constants=trace.constants,
         training=training,
-        warnings=(*notes, *trace.warnings),
+        warnings=(*notes, *trace.warnings, *unknown_ops(ops, values)),
     )
 
 
@@ -377,24 +378,3 @@ def _values_and_ops(trace: Trace) -> tuple[dict[str, Value], tuple[Op, ...]]:
 def _differentiable(spec: TensorSpec) -> bool:
     dtype = dtype_of(spec.dtype)
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _annotate(
-    values: Mapping[str, Value], ops: tuple[Op, ...], batch_inputs: tuple[str, ...]
-) -> tuple[Mapping[str, Value], tuple[Op, ...], tuple[int, ...], int | None]:
-    try:
-        from autoplan.factors import annotate
-    except ImportError:
-        sizes: list[int] = []
-        named = {}
-        for name, value in values.items():
-            dims = []
-            for n in value.spec.shape:
-                dims.append(() if n == 1 else (len(sizes),))
-                sizes.extend([n] if n != 1 else [])
-            named[name] = replace(value, dims=tuple(dims))
-        return named, ops, tuple(sizes), None
-    return annotate(values, ops, batch_inputs)
-
-
-__all__ = ["Ref", "build", "canonical", "capture"]
