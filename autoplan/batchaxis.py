@@ -136,7 +136,7 @@ def _best_loop(graph: Graph, op: Op, have: list[Layout]) -> Loop | None:
     for loop in op.loops:
         fit = sum(isinstance(layout, Split) and layout == where for layout, where in zip(have, loop.reads, strict=True))
         makes_rows = not any(loop.reads) and PARTIAL not in have
-        if loop.factor != graph.batch_factor or (fit == 0 and not makes_rows):
+        if loop.factor != graph.batch_factor or loop.even or (fit == 0 and not makes_rows):
             continue
         rank = (fit, loop.kind != "inner")
         if best is None or rank > best:

@@ -167,10 +167,10 @@ def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, s
     forward_s, backward_s = time.forward_s, time.backward_s
     loop = next((loop for loop in op.loops if loop.label == option.label), None)
     uses: list[Use] = []
-    for kind, (side, position), phase in loop.inner if loop else ():
-        name = (operands if side == "in" else outputs)[position]
-        uses.append(Use(_collective_kind(kind), phase, local.num_bytes(name)))
-        seconds = local.pricer.collective(_collective_kind(kind), local.num_bytes(name), group)
+    for kind, (side, position), phase, part in loop.inner if loop else ():
+        num_bytes = int(local.num_bytes((operands if side == "in" else outputs)[position]) * part)
+        uses.append(Use(_collective_kind(kind), phase, num_bytes))
+        seconds = local.pricer.collective(_collective_kind(kind), num_bytes, group)
         forward_s, backward_s = (forward_s + seconds, backward_s) if phase == "forward" else (forward_s, backward_s + seconds)
     if not any(local.graph.values[name].requires_grad for name in outputs):
         backward_s = 0.0
@@ -235,9 +235,9 @@ def data_uses(local: LocalGraph, indices: tuple[int, ...], given: tuple[str, ...
     for index in indices:
         op, option = graph.ops[index], local.batch_options[index]
         loop = next((loop for loop in op.loops if loop.label == option.label), None)
-        for kind, (side, position), phase in loop.inner if loop else ():
+        for kind, (side, position), phase, part in loop.inner if loop else ():
             name = (op.operands if side == "in" else op.outputs)[position]
-            inner.append(Use(_collective_kind(kind), phase, local.whole_bytes(name)))
+            inner.append(Use(_collective_kind(kind), phase, int(local.whole_bytes(name) * part)))
         for name, dst in zip(local.operands(index), option.reads, strict=True):
             src = local.batch_layouts[name]
             move = conversion(src, dst) if needs_exchange(src, dst) and name not in given else None

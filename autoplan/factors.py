@@ -187,6 +187,8 @@ def _loops(
                     tuple(where[0] if where else None for where in writes),
                     special.lowering if special else "",
                     special.collectives if special else (),
+                    special.minimum if special else 1,
+                    special.even if special else False,
                 )
             )
     # Sums of integers or truth values are completed where they are made: they count, and counts are read at once.

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from runtime.instr import Instr, TensorSpec, uses
@@ -38,6 +39,16 @@ class Value:
     aliases: tuple[str, ...] = ()  # every name of a tied parameter or buffer
 
 
+class Inside(NamedTuple):
+    """A collective that a runtime function issues itself: of `share` of the elements of the operand or output `where`
+    (("in"|"out", i)), in the pass `phase`. A "send" goes to a neighbour: ranks at the ends have one less."""
+
+    kind: str
+    where: tuple[str, int]
+    phase: str
+    share: Fraction = Fraction(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """A loop index of an operator that may be divided among the ranks of an axis.
@@ -47,8 +58,9 @@ class Loop:
     kind "map": independent iterations. "sum": outputs that do not carry it become PARTIAL.
     "inner": the op itself communicates over it; outputs that do not carry it are WHOLE.
     `lowering` names the runtime function that replaces the op when this loop is divided ("": the op itself
-    on local operands, sizes in its arguments localised). `inner` lists that function's own collectives as
-    (kind, index of the value whose elements they move: ("in"|"out", i), pass).
+    on local operands, sizes in its arguments localised). `inner` lists that function's own collectives.
+    `minimum` is the number of iterations that a rank needs at least. `even`: ranks need equally many (the data axis, whose
+    rows may be dealt unevenly, does not take it).
     `whole` operands are read WHOLE, not VARY, although they do not carry the loop (integer operands; no gradient).
     """
 
@@ -58,7 +70,9 @@ class Loop:
     reads: tuple[Split | None, ...]
     writes: tuple[Split | None, ...]
     lowering: str = ""
-    inner: tuple[tuple[str, tuple[str, int], str], ...] = ()
+    inner: tuple[Inside, ...] = ()
+    minimum: int = 1
+    even: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +185,7 @@ def options(graph: Graph, op: Op, degree: int) -> tuple[Option, ...]:
         return tuple(found)
     unused = [VARY if grad else WHOLE for grad in grads]
     for loop in op.loops:
-        if graph.factor_sizes[loop.factor] % degree:
+        if graph.factor_sizes[loop.factor] % degree or graph.factor_sizes[loop.factor] // degree < loop.minimum:
             continue
         reads = tuple(where if where is not None else unused[i] for i, where in enumerate(loop.reads))
         rest = PARTIAL if loop.kind == "sum" else WHOLE

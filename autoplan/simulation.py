@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,14 +149,21 @@ class Simulation:
     def _check_traffic(self, ranks: list[list[tuple[str, str, int]]], dense: _Result) -> None:
         """What the ranks sent inside the operator is what its loop declares, in elements."""
         declared = []
-        for kind, (side, i), phase in self.loop.inner if self.loop else ():
+        for kind, (side, i), phase, part in self.loop.inner if self.loop else ():
             names = self.op.operands if side == "in" else self.op.outputs
             if phase == "forward" or dense.grads:
-                declared.append((kind, phase, math.prod(self.graph.values[names[i]].spec.shape)))
-        for sent in ranks:
-            found = [(kind, phase, num_bytes // 8) for kind, phase, num_bytes in sent]
-            if sorted(found) != sorted(declared):
-                raise Differs(f"it sends {sorted(found)} (kind, pass, elements), its loop declares {sorted(declared)}")
+                declared.append((kind, phase, math.prod(self.graph.values[names[i]].spec.shape) * part))
+        together: Counter[tuple[str, str, int]] = Counter()
+        for index, sent in enumerate(ranks):
+            found = Counter((kind, phase, num_bytes // 8) for kind, phase, num_bytes in sent)
+            together += Counter({item: n for item, n in found.items() if item[0] == "send"})
+            missing, extra = Counter(declared) - found, found - Counter(declared)
+            is_end = index in (0, len(ranks) - 1)  # with a neighbour less to send to
+            if extra or any(kind != "send" or not is_end for kind, _, _ in missing):
+                raise Differs(f"it sends {sorted(found.elements())} (kind, pass, elements), its loop declares {sorted(declared)}")
+        sends = [item for item in declared if item[0] == "send"]
+        if len(together) and together != Counter(sends * (len(ranks) - 1)):
+            raise Differs(f"all ranks together send {dict(together)}, the loop declares {sends} between neighbours")
 
 
 def _in_fp64(instr: Instr) -> Instr:

@@ -174,12 +174,12 @@ class _Reader:
         names = axes if isinstance(axes, tuple) else (axes,)
         for axis in names:
             assert isinstance(axis, str)
-            for kind, (side, position), phase in loop.inner:
+            for kind, (side, position), phase, part in loop.inner:
                 name = operands[position] if side == "in" else op.outputs[position]
                 where = (loop.reads if side == "in" else loop.writes)[position]
                 if phase == "forward" or has_grad:
                     size = self.size(name) * (self.degrees.get(axis, 1) if where is not None else 1)
-                    self._move(kind, axis, phase, size, tally)  # type: ignore[arg-type]
+                    self._move(kind, axis, phase, int(size * part), tally)  # type: ignore[arg-type]
 
     def _saved(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
         if len(operands) != len(op.operands) or (instr.target.split(".")[1] != op.instr.target.split(".")[1] and not instr.target.startswith("runtime.")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoplan.graph import Inside
 from autoplan.rules.signature import Call, Inner, Signature, aligned, labels, sign
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # aten's codes of `reduction`
@@ -10,7 +11,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # aten's codes of `reduction`
 def _vocabulary(call: Call) -> Inner:
     """Maximum, target's logit and sum of exponentials of each row; the sum of logits too where labels are smoothed."""
     sums = 4 if call.get("label_smoothing") else 3
-    return Inner("inner", "runtime.vocab_cross_entropy", (("all_reduce", ("in", 1), "forward"),) * sums)
+    return Inner("inner", "runtime.vocab_cross_entropy", (Inside("all_reduce", ("in", 1), "forward"),) * sums)
 
 
 def cross_entropy(call: Call) -> Signature | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from autoplan.graph import Inside
 from autoplan.rules.signature import Call, Inner, Signature, aligned, integer, labels, sign
 
-_STATISTICS = (("all_reduce", ("out", 1), "forward"),) * 2 + (("all_reduce", ("out", 1), "backward"),) * 2
+_STATISTICS = (Inside("all_reduce", ("out", 1), "forward"),) * 2 + (Inside("all_reduce", ("out", 1), "backward"),) * 2
 
 
 def over_last(call: Call) -> Signature:

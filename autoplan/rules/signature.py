@@ -21,6 +21,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from autoplan.graph import Inside
 from runtime.instr import Arg, TensorSpec, refs
 
 Dim = tuple[str, ...]  # labels of one dimension, outermost first; () where the dimension has length 1
@@ -34,7 +35,9 @@ class Inner:
 
     kind: str
     lowering: str
-    collectives: tuple[tuple[str, tuple[str, int], str], ...] = ()
+    collectives: tuple[Inside, ...] = ()
+    minimum: int = 1
+    even: bool = False
 
 
 @dataclass(frozen=True, slots=True)
