@@ -9,10 +9,23 @@ import torch
 
 from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
 from runtime.sharded.experts import experts
+from runtime.sharded.ring_attention import ring_attention
+from runtime.sharded.self_attention_ring import self_attention_ring
 from runtime.sharded.stochastic import attention, dropout
 from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
 
-__all__ = ["attention", "batch_norm", "dropout", "experts", "scale_by_count", "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding"]
+__all__ = [
+    "attention",
+    "batch_norm",
+    "dropout",
+    "experts",
+    "ring_attention",
+    "scale_by_count",
+    "self_attention_ring",
+    "sync_batch_norm",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+]
 
 
 def scale_by_count(x: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:

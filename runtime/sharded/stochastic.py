@@ -34,7 +34,7 @@ def dropout(x: torch.Tensor, p: float, op_id: str | int, *, axes: Sequence[Axis]
     state = current_state()
     if state is None or p == 0.0:
         return F.dropout(x, p, training=True)
-    return _Masked.apply(x, _mask(state, p, op_id, axes, windows, rows, tuple(x.shape), x.device), p)
+    return _Masked.apply(x, kept_elements(state, p, op_id, axes, windows, rows, tuple(x.shape), x.device), p)
 
 
 def attention(
@@ -61,7 +61,7 @@ def attention(
     if state is None or dropout_p == 0.0:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     shape = (*q.shape[:-1], k.shape[-2])
-    kept = _mask(state, dropout_p, op_id, axes, windows, rows, shape, q.device)
+    kept = kept_elements(state, dropout_p, op_id, axes, windows, rows, shape, q.device)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     queries, keys, values = q.to(wide), k.to(wide), v.to(wide)
     if enable_gqa:
@@ -76,11 +76,20 @@ def attention(
     return (_Masked.apply(weights, kept, dropout_p) @ values).to(q.dtype)
 
 
-def _mask(
-    state: RandomState, p: float, op_id: str | int, axes: Sequence[Axis], windows: Where, rows: Rows, shape: tuple[int, ...], device: torch.device
+def kept_elements(
+    state: RandomState,
+    p: float,
+    op_id: str | int,
+    axes: Sequence[Axis],
+    windows: Where,
+    rows: Rows,
+    shape: tuple[int, ...],
+    device: torch.device,
+    inside: tuple[Window, ...] = (),
 ) -> torch.Tensor:
+    """The mask (true: kept) of a tensor of the local `shape`; `inside` are cuts after those of `axes`."""
     if not state.exact:
-        return coordinate_mask(state, op_id, tuple(axis.index for axis in axes), shape, 1.0 - p, device)
+        return coordinate_mask(state, op_id, (*(axis.index for axis in axes), *(window.start for window in inside)), shape, 1.0 - p, device)
     if len(windows) != len(axes) or (rows is None and not all(windows)):
         raise ValueError(f"a mask by element needs the place of its part on each of {len(axes)} axes, found windows {list(windows)} and rows {rows}")
     cuts = []
@@ -88,6 +97,7 @@ def _mask(
         if window:
             dim, outer, size, inner = window
             cuts.append(Window(dim, outer, size, inner, size // axis.size * axis.index, size // axis.size))
+    cuts += inside
     if rows is not None:
         cuts.insert(0, _row_window(rows, cuts, state.row_start, shape))
     return element_mask(state, op_id, tuple(cuts), 0 if rows is None else rows[0], shape, 1.0 - p, device)
