@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
+from runtime.sharded.dispatch import dispatch_experts
 from runtime.sharded.experts import experts
 from runtime.sharded.ring_attention import ring_attention
 from runtime.sharded.self_attention_ring import self_attention_ring
@@ -17,6 +18,7 @@ from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
 __all__ = [
     "attention",
     "batch_norm",
+    "dispatch_experts",
     "dropout",
     "experts",
     "ring_attention",

@@ -39,10 +39,11 @@ def experts(
     slots = slots[torch.argsort(flat[slots], stable=True)]
     tokens = slots // ids.shape[1]
     counts = torch.bincount(flat[slots], minlength=num_local).tolist()
-    parts = [_expert(part, gate_up[e], down[e], act) for e, part in enumerate(x[tokens].split(counts))]
+    parts = [expert(part, gate_up[e], down[e], act) for e, part in enumerate(x[tokens].split(counts))]
     return x.new_zeros(x.shape[0], down.shape[1]).index_add(0, tokens, torch.cat(parts) * weights.reshape(-1)[slots].unsqueeze(1))
 
 
-def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, act: str) -> torch.Tensor:
+def expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, act: str) -> torch.Tensor:
+    """One expert's result (rows, h') for its rows (rows, h)."""
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
     return F.linear(ACTIVATIONS[act](gate) * up, down)
