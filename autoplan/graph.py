@@ -24,6 +24,7 @@ from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from runtime.instr import Instr, TensorSpec, uses
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
+Runs = tuple[tuple[int, int], ...]  # (first operator in the captured order, its stage): autoplan/arrange.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class Graph:
     training: bool = True
     warnings: tuple[str, ...] = ()
     precision: str | None = None  # that it was captured in; parameters and buffers rest in fp32 then
+    runs: Runs = ()  # the stages that the operators were put in the order of; (): the captured order
 
     @cached_property
     def producer(self) -> Mapping[str, int]:

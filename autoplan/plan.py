@@ -69,7 +69,9 @@ class Plan:
     """A complete decision for one model on one cluster at one global batch.
 
     `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("tp", 2)). `space` lists every axis that was
-    searched with its values. JSON form: autoplan/planfile.py.
+    searched with its values. `placement`, where modules were pinned, says which stage every operator is on: (first operator of a run
+    in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
+    JSON form: autoplan/planfile.py.
     """
 
     model: str
@@ -94,6 +96,7 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    placement: tuple[tuple[int, int], ...] = ()
     version: int = PLAN_VERSION
 
     def degree(self, axis: str) -> int:
