@@ -15,6 +15,7 @@ from dataclasses import replace
 from autoplan.blocks import pattern
 from autoplan.errors import UsageError
 from autoplan.graph import Block, Graph, Runs
+from autoplan.plan import Plan
 
 
 def runs_of(stages: Sequence[int]) -> Runs:
@@ -69,3 +70,8 @@ def first_blocks(graph: Graph, runs: Runs) -> tuple[int, ...]:
     starts = [0, *itertools.accumulate(counts[stage] for stage in sorted(counts))]
     at = {block.start: number for number, block in enumerate(graph.blocks)}
     return (*(at[start] for start in starts[:-1]), len(graph.blocks))
+
+
+def arranged(graph: Graph, plan: Plan) -> Graph:
+    """`graph` in the order of the plan's stages: itself, where the plan's stages are spans of the captured order."""
+    return arrange(graph, plan.placement) if plan.placement else graph

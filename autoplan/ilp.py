@@ -284,7 +284,7 @@ def _run(model: _Model, name: str, gap: float, time_limit_s: float | None) -> tu
         code = pulp.LpConstraintLE if sense == "<=" else pulp.LpConstraintEQ
         terms = pulp.LpAffineExpression([(variables[i], c) for i, c in expr.terms.items() if c])
         program += pulp.LpConstraint(terms, code, rhs=-expr.constant)
-    _quiet_start()
+    quiet_start()
     # A process that ran HiGHS with other threads before gets "not solved" for ours: then with whatever it has.
     for threads in (1, None):
         solver = pulp.HiGHS(msg=False, threads=threads, gapRel=gap, timeLimit=time_limit_s)
@@ -306,7 +306,7 @@ def _run(model: _Model, name: str, gap: float, time_limit_s: float | None) -> tu
 
 
 @cache
-def _quiet_start() -> None:
+def quiet_start() -> None:
     """Make the first HiGHS object of the process, which prints a banner on the C library's standard output, unheard."""
     import highspy
 

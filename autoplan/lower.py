@@ -6,7 +6,8 @@ Every operator has an option on the data axis (autoplan/batchaxis.py) and on eac
 - **At rest.** A parameter rests split on a tensor axis if every use reads it so; otherwise whole. Where every use of a whole parameter
   is "vary", no collective is placed: its gradient stays a partial sum until the step's reduction (`Stored.partial`).
 - **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step.
-- **Cuts.** A value made in one stage and read in later ones travels once to each of them, as it lies where it is made.
+- **Cuts.** A value made in one stage and read in later ones travels once to each rank that reads it, as it lies where it is made; of
+  several stages on one rank the first receives it and hands it on.
 - **Rows.** Rows are dealt to the data ranks as evenly as possible, then to micro-batches; each number of rows that
   occurs gets a body of its own.
 """
@@ -17,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.arrange import arranged
 from autoplan.batchaxis import BatchAxis, batch_axis, step_ops, training_results
 from autoplan.errors import UsageError
 from autoplan.graph import Graph, Option, options
@@ -100,6 +102,7 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
     the loss (evaluation). Raises UsageError for rows that cannot be dealt.
     """
     rows = plan.global_batch if global_rows is None else global_rows
+    graph = arranged(graph, plan)
     context = _context(plan, graph, outputs)
     dealt = deal_rows(plan, rows)
     if len(dealt[0]) > 1 and context.batch.blocker is not None:
@@ -283,9 +286,19 @@ def _receives(context: _Context, emitter: Emitter, number: int) -> list[Transfer
     found = []
     for local, name in emitter.external.items():
         if graph.values[name].kind == "activation" and name not in context.given:
-            source = context.stage_of_op[graph.producer[name]]
+            source = _holder(context, name, number)
             found.append(Transfer(local, source, number, emitter.specs[local], graph.values[name].requires_grad))
     return found
+
+
+def _holder(context: _Context, name: str, number: int) -> int:
+    """The stage from which stage `number` gets a value: the one that makes it, or an earlier one of its own rank that received it."""
+    graph, ranks = context.graph, [stage.rank for stage in context.plan.stages]
+    source, step = context.stage_of_op[graph.producer[name]], frozenset(context.ops)
+    if ranks[source] == ranks[number]:
+        return source
+    readers = {context.stage_of_op[i] for i in graph.consumers.get(name, ()) if i in step}
+    return min((stage for stage in readers if stage < number and ranks[stage] == ranks[number]), default=source)
 
 
 def _blocks(context: _Context, emitter: Emitter, spans: range, keep: set[str]) -> tuple[BlockCode, ...]:

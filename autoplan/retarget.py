@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autoplan.arrange import arranged
 from autoplan.errors import StalePlanError, UsageError
 from autoplan.graph import Graph
 from autoplan.plan import BlockPlan, Plan
@@ -26,6 +27,7 @@ def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
 
 def retarget(plan: Plan, old: Graph, new: Graph) -> Plan:
     """`plan` for the same model captured at other input shapes. Raises UsageError where the operators differ."""
+    old, new = arranged(old, plan), arranged(new, plan)
     same = len(old.blocks) == len(new.blocks) and [op.instr.target for op in old.ops] == [op.instr.target for op in new.ops]
     if not same:
         raise UsageError(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoplan.arrange import arranged
 from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
@@ -136,6 +137,7 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     `plan` may lack its own forecast's figures; its precision, optimizer and splits are used.
     """
     pricer = Pricer(prices, precision_left(graph, plan.precision))
+    graph = arranged(graph, plan)
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
     loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
     first = programs[0]
