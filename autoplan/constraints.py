@@ -32,7 +32,6 @@ _SUPPORTED: Mapping[str, tuple[tuple, str]] = {
 _REFUSED: Mapping[str, str] = {
     "staleness": "gradients are never stale: updates are synchronous",
     "compression": "gradients are sent uncompressed, so that results stay exact",
-    "placement": "modules are placed by stage cuts; fix them with pp and stage_layers",
 }
 
 
@@ -82,6 +81,18 @@ class Constraints:
             object.__setattr__(self, "stage_layers", layers)
             if self.pp is not None and self.pp != len(layers):
                 raise UsageError(f"constraints stage_layers={layers} and pp={self.pp} disagree: give {self.pp} numbers of layers, or pp={len(layers)}")
+
+        if self.placement is not None:
+            self._check_placement(self.placement)
+
+    def _check_placement(self, placement: Mapping[str, int]) -> None:
+        places = placement.values() if isinstance(placement, Mapping) else ()
+        if not places or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in places):
+            raise UsageError(f"constraint placement={placement!r}: module paths with the number of their stage are needed, like {{'encoder': 0, 'decoder': 1}}")
+        if self.pp is not None and max(places) >= self.pp:
+            raise UsageError(f"constraints placement and pp={self.pp} disagree: it names stage {max(places)}, so use pp={max(places) + 1} or more")
+        if self.stage_layers is not None:
+            raise UsageError("constraints placement and stage_layers both say what a stage holds: give one of them")
 
     def described(self) -> str:
         """The fields that are set, as text: "tp=4, zero=3"."""

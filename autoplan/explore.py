@@ -40,7 +40,7 @@ from autoplan.load import BUCKET_BYTES
 from autoplan.outcome import Outcome, Result
 from autoplan.price import Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
-from autoplan.replay import Step, durations, held, least_step, received_bytes, stage_memory, step_seconds
+from autoplan.replay import Step, by_rank, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space, storings
 from autoplan.stagework import Work
 from costmodel.cluster import Cluster
@@ -50,6 +50,14 @@ from costmodel.prices import Prices
 _ENOUGH = 0.005  # the search ends once nothing left can be faster by more
 _NUM_MESHES = 5  # worked out at least, where there are as many
 _LEAN = (0.5, 5.0)  # weights of memory against time where nothing fits
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Stages that are given: their first blocks, with the number of blocks at the end, and the rank of each."""
+
+    starts: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class Task:
     optimizer: str
     precision: str | None
     time_limit_s: float | None
+    stages: Stages | None = None  # None: cut as is best
 
 
 class Searcher:
@@ -191,7 +200,8 @@ class Searcher:
         if self.task.prices.source != "analytic":
             return 0.0
         peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
-        return ramp(self._flops * shape.rows / self.batch / shape.tp / peak, shape.pp, shape.num_micro_batches) if peak else 0.0
+        through_s = self._flops * shape.rows / self.batch / shape.tp / peak if peak else 0.0
+        return ramp(through_s, shape.pp, shape.num_micro_batches) if self.task.stages is None else through_s * shape.num_micro_batches / shape.pp
 
     def _operator_bound(self, shape: Shape) -> float:
         return self._bound(shape, self._least(shape.rows, shape.tp))
@@ -209,7 +219,13 @@ class Searcher:
         return self._solutions[key]
 
     def _bound(self, shape: Shape, blocks: Mapping[str, Least]) -> float:
-        return min(self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute) for storing in self._storings(shape))
+        return min(self._least_step_s(blocks, shape, storing) for storing in self._storings(shape))
+
+    def _least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing) -> float:
+        """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""
+        if self.task.stages is not None:
+            return shape.num_micro_batches * sum(b.count * b.seconds for b in blocks.values()) / shape.pp
+        return self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute)
 
     def _least(self, rows: int, degree: int) -> Mapping[str, Least]:
         if (rows, degree) not in self._leasts:
@@ -262,7 +278,7 @@ class Searcher:
     def step(self, shape: Shape, storing: Storing) -> Step:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
-            self.task.optimizer, self.task.precision, tuple(range(shape.pp)),
+            self.task.optimizer, self.task.precision, tuple(range(shape.pp)) if self.task.stages is None else self.task.stages.ranks,
             self.overlap,
         )  # fmt: skip
 
@@ -279,7 +295,7 @@ class Searcher:
             promising = False
             for boundary in self._bounds_of(shape.tp):
                 blocks = self._solved(shape.rows, shape.tp, boundary)
-                left = tuple(s for s in ways if blocks is not None and self._bounds.step_s(blocks, self.step(shape, s), s.recompute) < best_s)
+                left = tuple(s for s in ways if blocks is not None and self._least_step_s(blocks, shape, s) < best_s)
                 chosen = chooser.choose(boundary, price) if left or (blocks is not None and best_s == float("inf")) else None
                 if chosen is not None and level:
                     chosen = chooser.choose(boundary, self._lean(chosen, price, level))
@@ -309,8 +325,10 @@ class Searcher:
     def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result | None:
         step, is_bent = self.step(shape, storing), False
         numbers, layers = self.outline.blocks, self.task.constraints.stage_layers
-        if layers is not None:
-            cuts: tuple[int, ...] | None = layer_cuts([self.task.graph.blocks[n].layer for n in numbers], layers)
+        if self.task.stages is not None:
+            cuts: tuple[int, ...] | None = None
+        elif layers is not None:
+            cuts = layer_cuts([self.task.graph.blocks[n].layer for n in numbers], layers)
         elif shape.pp == 1:
             cuts = (0, len(numbers))
         else:
@@ -322,14 +340,18 @@ class Searcher:
             if cuts is not None and not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
                 fitting = best_cuts(weights.tolist(), shape.pp, fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
-        assert cuts is not None
-        starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.task.graph.blocks))
+        if self.task.stages is not None:
+            starts = self.task.stages.starts
+        else:
+            assert cuts is not None
+            starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.task.graph.blocks))
         loads = work.stage_loads(starts)
         times = tuple(durations(load, step, self.pricer) for load in loads)
         memories = [stage_memory(load, step, held(step, load.index), received_bytes(loads, load.index)) for load in loads]
+        memories = by_rank(memories, step.stage_ranks)
         fullest = max(range(len(memories)), key=lambda j: memories[j].total)
         step_s, idle_s = least_step(times, step)
-        if memories[fullest].total <= self.limit_bytes and step_s < best_s:  # else the bound tells enough
+        if memories[fullest].total <= self.limit_bytes and (step_s < best_s or self.task.stages is not None):  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.pricer)
         return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s, is_bent)
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.agreement import Calls, from_first_rank, share_weights
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
+from autoplan.arrange import arranged
 from autoplan.constraints import Constraints
 from autoplan.errors import StalePlanError, UsageError
 from autoplan.evaluation import evaluation_graph
@@ -121,6 +122,7 @@ class ParallelModel:
         graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, precision=precision))
         plan = self._for_graph(self._planned(graph), graph, batch)
         check_plan(plan, graph, _world_size())
+        graph = arranged(graph, plan)
         batch = cast_batch(batch, precision)
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device)
         self._graphs[shape_key(batch, plan.global_batch)] = (graph, plan)
@@ -170,7 +172,7 @@ class ParallelModel:
         computes from its sizes (a mean written as sum / x.shape[0]) are right only for the shape that they were captured with."""
         first_graph, plan = next(iter(self._graphs.values()))
         graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision))
-        self._graphs[key] = (graph, retarget(plan, first_graph, graph))
+        self._graphs[key] = (arranged(graph, plan), retarget(plan, first_graph, graph))
         if len(self._graphs) > _MAX_SHAPES:
             oldest = list(self._graphs)[1]
             del self._graphs[oldest]

@@ -1,13 +1,13 @@
 """Placement by hand: modules pinned to pipeline ranks, everything else placed where it costs least.
 
-Units are what is placed together: all operators pinned to a rank, and of the free operators every run of one module in one block. With
+Units are what is placed together: all operators pinned to a rank, and of the free operators every run of one module. With
 x[u, r] = 1 where unit u is on rank r of R, w_u its seconds for a micro-batch, c_v the seconds to send value v (forward, and its
 gradient back), m micro-batches:
 
     minimise   max(1, m - 1) * T + m * sum over v, r of c_v y[v, r]
     where      sum over r of x[u, r] = 1,   T >= sum over u of w_u x[u, r],   sum over u of x[u, r] >= 1
                y[v, r] >= x[u, r] - x[maker of v, r]     for every reader u of v: once a destination, however many readers it has
-               y[p, r] >= x[u, r] + x[u', r'] - 1 ...    a parameter that units on several ranks use is summed over them: c_p likewise
+                                                         (of a parameter that several units use, the first is its maker)
                position(r of maker) <= position(r of reader)
 
 The last line holds for one order of the ranks in which pinned operators read each other; the stages are then the ranks in that order.
@@ -147,7 +147,7 @@ class _Problem:
     @staticmethod
     def of(graph: Graph, pins: Sequence[int | None], num_ranks: int) -> _Problem:
         block_of = {i: number for number, block in enumerate(graph.blocks) for i in range(block.start, block.stop)}
-        for key_of in (lambda i: (block_of[i], graph.ops[i].module), lambda i: block_of[i]):
+        for key_of in (lambda i: graph.ops[i].module or block_of[i], lambda i: block_of[i]):
             unit_of, num_units, last = [], num_ranks, None
             for i, pin in enumerate(pins):
                 key = None if pin is not None else (key_of(i),)
@@ -285,6 +285,8 @@ def _circle(graph: Graph, ranks: Sequence[int]) -> list[str]:
         for name in op.operands:
             source = graph.producer.get(name)
             if source is not None and ranks[source] != ranks[i]:
-                hops.setdefault((ranks[source], ranks[i]), f"{graph.ops[source].module or 'the model'} on {ranks[source]} -> {op.module or 'the model'} on {ranks[i]}")
+                hops.setdefault(
+                    (ranks[source], ranks[i]), f"{graph.ops[source].module or 'the model'} on {ranks[source]} -> {op.module or 'the model'} on {ranks[i]}"
+                )
     flow = nx.DiGraph(list(hops))
     return [hops[a, b] for a, b in nx.find_cycle(flow)]

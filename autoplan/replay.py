@@ -22,8 +22,8 @@ the schedule's own order shows, + transient + buffers + communication buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from autoplan.forecast import Memory
 from autoplan.load import BUCKET_BYTES, StageLoad
@@ -256,8 +256,9 @@ def step_seconds(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], ste
 
 def _played(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
     line = replay(loads, times, step, pricer)
-    step_s = max(end + time.tail_s for end, time in zip(line.end_s, times, strict=True))
-    return step_s, max(step_s - busy - time.tail_s for busy, time in zip(line.busy_s, times, strict=True))
+    tails = [sum(time.tail_s for time, own in zip(times, step.stage_ranks, strict=True) if own == rank) for rank in range(len(line.end_s))]
+    step_s = max(end + tail for end, tail in zip(line.end_s, tails, strict=True))
+    return step_s, max(step_s - busy - tail for busy, tail in zip(line.busy_s, tails, strict=True))
 
 
 def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) -> Memory:
@@ -282,6 +283,15 @@ def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) ->
         buffers=load.buffer_bytes,
         communication=gathered + bucket + 2 * received_bytes,
     )
+
+
+def by_rank(memories: Sequence[Memory], stage_ranks: Sequence[int]) -> list[Memory]:
+    """Of every stage, the memory of its rank: that of all stages on it."""
+    totals: dict[int, Memory] = {}
+    for memory, rank in zip(memories, stage_ranks, strict=True):
+        so_far = totals.get(rank, Memory())
+        totals[rank] = Memory(**{f.name: getattr(so_far, f.name) + getattr(memory, f.name) for f in fields(Memory)})
+    return [totals[rank] for rank in stage_ranks]
 
 
 def received_bytes(loads: tuple[StageLoad, ...], stage: int) -> int:

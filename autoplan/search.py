@@ -41,6 +41,15 @@ def search(
     With `time_limit_s` the best plan found by then, with its true gap.
     """
     task = Task(graph, cluster, prices, constraints, optimizer, precision, time_limit_s)
+    if constraints.placement is not None:
+        from autoplan.placed import placed_search  # which searches for each placement
+
+        return placed_search(task, constraints.placement, search_task)
+    return search_task(task)
+
+
+def search_task(task: Task) -> Plan:
+    """The best plan of one search. Raises InfeasibleError where nothing fits."""
     searcher = Searcher(task)
     outcome = searcher.run()
     if not outcome.fitting:
@@ -79,8 +88,9 @@ def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
 def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
     """The plan of one result, with everything that the search knows beside it."""
     task, graph, shape = searcher.task, searcher.task.graph, best.shape
+    ranks = searcher.step(shape, best.storing).stage_ranks
     stages = tuple(
-        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, j) for j, (a, b) in enumerate(zip(best.starts, best.starts[1:], strict=False))
+        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank) for rank, a, b in zip(ranks, best.starts, best.starts[1:], strict=False)
     )
     return Plan(
         model=graph.name,
@@ -94,7 +104,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         zero=best.storing.zero,
         zero_group=task.constraints.zero_group if best.storing.zero else None,
         schedule=shape.schedule,
-        num_chunks=1,
+        num_chunks=max(ranks.count(rank) for rank in ranks),
         precision=task.precision,
         optimizer=task.optimizer,
         stages=stages,
@@ -105,6 +115,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         alternatives=alternatives(best, outcome),
         reasons=_reasons(best, outcome),
         warnings=(*graph.warnings, *_warnings(searcher)),
+        placement=graph.runs,
     )
 
 

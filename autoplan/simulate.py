@@ -16,7 +16,7 @@ from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan
 from autoplan.price import Pricer, precision_left
-from autoplan.replay import Durations, Step, Timeline, durations, received_bytes, replay, stage_memory, stage_widths
+from autoplan.replay import Durations, Step, Timeline, by_rank, durations, received_bytes, replay, stage_memory, stage_widths
 from autoplan.workload import load_of, model_of
 from costmodel.prices import Prices
 from runtime.program import Program
@@ -53,7 +53,7 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
     peak = pricer.prices.peak_flops_per_s(model.dtype) * world
     return Forecast(
         step_time_s=step_s,
-        peak_memory_bytes=max(f.memory.total for f in forecasts),
+        peak_memory_bytes=max(memory.total for memory in by_rank([f.memory for f in forecasts], step.stage_ranks)),
         tokens_per_s=model.tokens / step_s if step_s else 0.0,
         mfu=3 * model.flops / (step_s * peak) if step_s and peak else 0.0,
         bubble=sum(_idle(step_s, busy + tail) for busy, tail in zip(line.busy_s, tails, strict=True)) / (step_s * len(tails)) if step_s else 0.0,

@@ -23,9 +23,12 @@ from runtime.zero_bubble import zb, zbv
 
 
 def gpipe(stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedule:
-    """One stage a rank: every forward, then every backward."""
-    order = _one_stage_each(stage_ranks, "gpipe")
-    return tuple(tuple(Action("F", s, k) for k in range(num_micro_batches)) + tuple(Action("B", s, k) for k in range(num_micro_batches)) for s in order)
+    """Every forward, then every backward. A rank with several stages takes them in turn, forward in order and back in reverse."""
+    own = [[s for s, at in enumerate(stage_ranks) if at == rank] for rank in range(max(stage_ranks) + 1)]
+    if not all(own):
+        raise ScheduleError(f"gpipe needs a stage on every rank, asked for stages on ranks {stage_ranks}")
+    passes = lambda kind, order: tuple(Action(kind, s, k) for s in order for k in range(num_micro_batches))  # noqa: E731
+    return tuple(passes("F", stages) + passes("B", reversed(stages)) for stages in own)
 
 
 def one_f_one_b(stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedule:
