@@ -8,9 +8,10 @@ from dataclasses import replace
 from autoplan.arrange import arrange, first_blocks, stages_of
 from autoplan.batchaxis import batch_axis
 from autoplan.errors import InfeasibleError
+from autoplan.explain import short
 from autoplan.explore import Stages, Task
 from autoplan.placement import Placed, candidates, pins_of
-from autoplan.plan import Plan
+from autoplan.plan import Alternative, Plan
 from autoplan.price import Pricer, precision_left
 from autoplan.space import divisors
 from autoplan.units import seconds
@@ -33,8 +34,7 @@ def placed_search(task: Task, placement: Mapping[str, int], search: Callable[[Ta
             refused.append(error)
             continue
         for placed in tried[:_NUM_CANDIDATES]:
-            graph = arrange(task.graph, placed.runs)
-            constraints = replace(free, pp=pp, num_chunks=None)
+            graph, constraints = arrange(task.graph, placed.runs), replace(free, pp=pp)
             if not placed.is_chain:
                 if free.schedule not in (None, _TURNS):
                     refused.append(
@@ -42,16 +42,15 @@ def placed_search(task: Task, placement: Mapping[str, int], search: Callable[[Ta
                     )
                     continue
                 constraints = replace(constraints, schedule=_TURNS)
+            stages = Stages(first_blocks(graph, graph.runs), placed.stage_ranks)
             try:
-                found.append(
-                    (search(replace(task, graph=graph, constraints=constraints, stages=Stages(first_blocks(graph, graph.runs), placed.stage_ranks))), placed)
-                )
+                found.append((search(replace(task, graph=graph, constraints=constraints, stages=stages)), placed))
             except InfeasibleError as error:
                 refused.append(error)
     if not found:
         raise refused[0]
     best, placed = min(found, key=lambda pair: pair[0].forecast.step_time_s)
-    others = tuple(a for plan, _ in found if plan is not best for a in _as_alternative(plan, best))
+    others = tuple(_as_alternative(plan, best) for plan, _ in found if plan is not best)
     ranked = sorted((*best.alternatives, *others), key=lambda a: a.step_time_s)
     return replace(best, alternatives=tuple(ranked[: max(len(best.alternatives), 5)]), reasons=(*best.reasons, *_reasons(task, pins, placed)))
 
@@ -75,13 +74,10 @@ def _candidates(task: Task, pins: tuple[int | None, ...], pp: int) -> tuple[Plac
     return candidates(task.graph, pins, pp, tuple(dict.fromkeys(rows)), stride, Pricer(task.prices, precision_left(task.graph, task.precision)))
 
 
-def _as_alternative(plan: Plan, best: Plan):
-    from autoplan.explain import short
-    from autoplan.plan import Alternative
-
+def _as_alternative(plan: Plan, best: Plan) -> Alternative:
     slower = plan.forecast.step_time_s / best.forecast.step_time_s - 1
     reason = f"{slower:.1%} slower: modules that are not pinned lie elsewhere"
-    yield Alternative(short(plan), plan.forecast.step_time_s, plan.forecast.peak_memory_bytes, reason)
+    return Alternative(short(plan), plan.forecast.step_time_s, plan.forecast.peak_memory_bytes, reason)
 
 
 def _reasons(task: Task, pins: tuple[int | None, ...], placed: Placed) -> tuple[str, ...]:
@@ -93,9 +89,7 @@ def _reasons(task: Task, pins: tuple[int | None, ...], placed: Placed) -> tuple[
             free.setdefault(placed.stage_ranks[stage], {})[op.module or "the model's own operators"] = None
     told = "; ".join(f"{_some(list(free[rank]))} on rank {rank}" for rank in sorted(free))
     turns = "" if placed.is_chain else f"; ranks take turns in {len(placed.stage_ranks)} stages, since values go back and forth"
-    return (
-        f"placement: {told or 'every module is pinned'}{turns}; transfers of a micro-batch and slowest rank {seconds(placed.cost_s)} by the placement's own program",
-    )
+    return (f"placement: {told or 'every module is pinned'}{turns}; its program counts {seconds(placed.cost_s)} for transfers and the slowest rank",)
 
 
 def _some(names: list[str]) -> str:

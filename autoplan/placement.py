@@ -285,8 +285,6 @@ def _circle(graph: Graph, ranks: Sequence[int]) -> list[str]:
         for name in op.operands:
             source = graph.producer.get(name)
             if source is not None and ranks[source] != ranks[i]:
-                hops.setdefault(
-                    (ranks[source], ranks[i]), f"{graph.ops[source].module or 'the model'} on {ranks[source]} -> {op.module or 'the model'} on {ranks[i]}"
-                )
-    flow = nx.DiGraph(list(hops))
-    return [hops[a, b] for a, b in nx.find_cycle(flow)]
+                maker, reader = graph.ops[source].module or "the model", op.module or "the model"
+                hops.setdefault((ranks[source], ranks[i]), f"{maker} on {ranks[source]} -> {reader} on {ranks[i]}")
+    return [hops[a, b] for a, b in nx.find_cycle(nx.DiGraph(list(hops)))]
