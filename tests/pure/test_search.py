@@ -78,7 +78,7 @@ def test_what_cannot_fit_says_which_memory_by_how_much_and_what_would_help(graph
         ({"schedule": "zbv"}, "only gpipe and 1f1b"),
         ({"recompute": "selective"}, "selective recomputation"),
         ({"compression": "1bit"}, "uncompressed"),
-        ({"placement": {"m": 0}}, "nearest"),
+        ({"placement": {"lost": 0}}, "nearest"),
         ({"micro_batch_size": 3}, "does not divide the 8 rows"),
         ({"zero_group": 3}, "zero_group=3 does not divide"),
         ({"zero_group": 2, "zero": 0}, "nothing is shared"),
