@@ -40,6 +40,7 @@ from autoplan.fingerprint import fingerprint
 from autoplan.flops import flops
 from autoplan.graph import Graph, Op, Value
 from autoplan.precision import cast_batch, check_precision, computing_in
+from autoplan.repeats import repeated
 from autoplan.saved import saved
 from autoplan.shardsim import with_proved_rules
 from runtime.call import dtype_of
@@ -70,7 +71,8 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     example = tuple(t.detach().clone() if device.type != "meta" else torch.empty_like(t, device="meta") for t in tensors)
     wrapper = _Wrapper(model, loss_fn, treedef, plain)
-    with _mode(model, training):
+
+    def traced() -> Graph:
         with whole_experts(model):
             program = _export(wrapper, example)
         trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX)
@@ -78,6 +80,10 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
         graph = build(type(model).__name__, trace, wrapper.seen.loss, training, notes)
         if graph.batch_factor is not None and (means := _means_over_rows(graph)):
             graph = build(graph.name, sum_over_count(trace, means), wrapper.seen.loss, training, notes)
+        return graph
+
+    with _mode(model, training):
+        graph = repeated(model, traced) or traced()
         if check and device.type != "meta" and graph.loss is not None and training:
             check_against_model(graph, model, wrapper, example)
     return with_proved_rules(graph)
