@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, RunError, UsageError
+from autoplan.faults import told
+from runtime.guard import SLICE_S
 from runtime.mesh import Mesh
 
 T = TypeVar("T")
+_REFUSED = "refused: "
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
@@ -91,14 +94,47 @@ class Calls:
         store.set(f"{self._key}/{self._mesh.rank}", f"{self._number}|{program}")
         end_s = time.monotonic() + self._mesh.timeout_s
         for rank in range(self._mesh.world_size if changed else 0):
-            while True:
-                number, _, other = store.get(f"{self._key}/{rank}").decode().partition("|")
-                if int(number) >= self._number:
-                    break
-                self._mesh.guard.check()
-                if time.monotonic() > end_s:
-                    raise RunError(f"rank {rank} did not come to call {self._number} within {self._mesh.timeout_s:g} s")
-                time.sleep(0.01)
+            other = self._of(rank, end_s)
             if other != program:
-                text = f"in call {self._number} rank {self._mesh.rank} runs {program}, rank {rank} runs {other}: give every rank a batch of the same shape"
+                text = f"in call {self._number} rank {self._mesh.rank} runs {program}, rank {rank} {_runs(other)}: give every rank a batch of the same shape"
                 raise RunError(self._mesh.guard.report(text))
+
+    def refuse(self, text: str) -> None:
+        """Begin a call that this rank refuses. Returns where every rank refuses it; else all others stop with an error that says so."""
+        store = self._mesh.guard.store
+        self._number, self._last = self._number + 1, ""
+        if store is None:
+            return
+        store.set(f"{self._key}/{self._mesh.rank}", f"{self._number}|{_REFUSED}{text}")
+        end_s = time.monotonic() + self._mesh.guard.patience_s / 2
+        for rank in range(self._mesh.world_size):
+            try:
+                alike = self._of(rank, end_s).startswith(_REFUSED)
+            except RunError:
+                alike = False
+            if not alike:
+                self._mesh.guard.report(f"rank {self._mesh.rank} refused its batch in call {self._number}: {text}")
+                return
+
+    def _of(self, rank: int, end_s: float) -> str:
+        """What a rank runs in this call. Raises RunError where it does not come, or has failed."""
+        guard = self._mesh.guard
+        watch, looked_s = guard.watch(), time.monotonic()
+        with told(), guard.waiting():
+            while True:
+                number, _, other = (
+                    guard.store.get(f"{self._key}/{rank}").decode().partition("|") if guard.store.check([f"{self._key}/{rank}"]) else ("0", "", "")
+                )
+                if int(number) >= self._number:
+                    return other
+                now_s = time.monotonic()
+                if now_s > looked_s + SLICE_S:
+                    looked_s = now_s
+                    guard.look(watch)
+                if now_s > end_s:
+                    raise RunError(f"rank {rank} did not come to call {self._number} in time")
+                time.sleep(0.005)
+
+
+def _runs(program: str) -> str:
+    return f"refused its batch ({program.removeprefix(_REFUSED)})" if program.startswith(_REFUSED) else f"runs {program}"

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from autoplan.agreement import Calls, from_first_rank, share_weights
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
@@ -29,25 +28,18 @@ from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
 from autoplan.retarget import check_plan, retarget
 from autoplan.shapes import num_rows, shape_key, with_rows
+from autoplan.share import Share, check_data, share_of
 from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder, dense_state
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from runtime.executor import Executor
+from runtime.guard import PATIENCE_S
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
 from runtime.program import Program
 from runtime.scaling import LossScale
 
 _MAX_SHAPES = 8  # captured input shapes that are kept
-
-
-@dataclass(frozen=True)
-class Share:
-    """A data rank's own rows of a global batch of `total` rows: rows [start, start + its own) of it."""
-
-    batch: Any
-    start: int
-    total: int
 
 
 def parallelize(
@@ -60,12 +52,17 @@ def parallelize(
     optimizer: str = "adamw",
     precision: str | None = None,
     seed: int = 0,
+    *,
+    timeout_s: float | None = None,
+    check_data: bool = False,
 ) -> ParallelModel:
     """`model` as this job trains it, under torchrun or alone. Every rank calls it with the same arguments.
 
     `batch` is an example of the global batch; without one it is taken from what the model offers, or planning waits for the
     first `forward_backward`. `plan` (a Plan or its file) is used instead of searching. `precision`: "fp32", "bf16" or "fp16"
-    (autoplan/precision.py); None computes as the plan says, or as the model is. Raises the errors of `find_plan`, and
+    (autoplan/precision.py); None computes as the plan says, or as the model is. A rank that is gone, or has not moved for `timeout_s`
+    (None: the larger of 30 s and five steps of the forecast) while others wait for it, ends the job with one message. `check_data`
+    compares at every call what the ranks were given (autoplan/share.py). Raises the errors of `find_plan`, and
     StalePlanError for a plan of another model, precision or number of ranks.
     """
     check_precision(precision)
@@ -76,7 +73,7 @@ def parallelize(
         if precision not in (None, given.precision):
             raise StalePlanError(f"the plan computes in {given.precision or 'the precision of the model'}, asked for is {precision}: plan again for it.")
         precision = given.precision
-    settings = _Settings(given, cluster, constraints or Constraints(), loss_fn, optimizer, precision, seed, device)
+    settings = _Settings(given, cluster, constraints or Constraints(), loss_fn, optimizer, precision, seed, device, timeout_s, check_data)
     parallel = ParallelModel(model, settings)
     rows = given.global_batch if given is not None else max(8, 2 * _world_size())
     example = batch if batch is not None else example_batch(model, rows)
@@ -99,6 +96,8 @@ class _Settings:
     precision: str | None
     seed: int
     device: torch.device
+    timeout_s: float | None
+    check_data: bool
 
 
 class ParallelModel:
@@ -124,7 +123,8 @@ class ParallelModel:
         check_plan(plan, graph, _world_size())
         graph = arranged(graph, plan)
         batch = cast_batch(batch, precision)
-        mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device)
+        patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
+        mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
         self._graphs[shape_key(batch, plan.global_batch)] = (graph, plan)
         self._plan = plan
         program = self._program(batch, plan.global_batch, "train", mesh)
@@ -256,11 +256,19 @@ class ParallelModel:
         """The executor with the program for this batch."""
         if self._executor is None:
             self.prepare(batch.batch if isinstance(batch, Share) else batch)
-        content = self._content(batch)
-        executor, rows = self.executor, self._global_rows(batch)
         assert self._calls is not None
+        executor = self.executor
+        try:
+            content = self._content(batch)
+            rows = self._global_rows(batch)
+            program = f"{kind} on {shape_key(content, rows)}"
+        except Exception as error:
+            self._calls.refuse(str(error))
+            raise
         with told():
-            self._calls.enter(f"{kind} on {shape_key(content, rows)}")
+            self._calls.enter(program)
+            if self._settings.check_data:
+                check_data(content, executor.mesh, is_share=isinstance(batch, Share) or num_rows(content) != rows)
         program = self._program(content, rows, kind, executor.mesh)
         if program is not executor.program:
             graph, _ = self._graphs[shape_key(content, program.global_rows)]
@@ -356,16 +364,7 @@ class ParallelModel:
     def shard(self, batch: Batch) -> Share:
         """This rank's own rows of a global batch."""
         self.prepare(batch)
-        total = num_rows(batch)
-        shares = row_shares(total, self.data_size)
-        start = sum(shares[: self.data_rank])
-
-        def cut(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == total:
-                return leaf[start : start + shares[self.data_rank]]
-            return leaf
-
-        return Share(pytree.tree_map(cut, batch), start, total)
+        return share_of(batch, row_shares(num_rows(batch), self.data_size), self.data_rank)
 
 
 def _dense_source(model: torch.nn.Module, graph: Graph) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ class Executor:
                 if stored.name not in kept or (kept[stored.name].fqn, kept[stored.name].chunks) != (stored.fqn, stored.chunks):
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
             self.storages[stage.index].check_readers(stage)
+        self.mesh.guard.is_new = True
         bodies, known = {}, {}
         for stage in program.stages:
             storage = self.storages[stage.index]
@@ -118,6 +120,7 @@ class Executor:
         Raises BatchError before anything runs where the batch is not what the program takes, StageError with the first error of
         the job where a rank fails, CommunicationError where a wait takes too long.
         """
+        start_s, guard = time.monotonic(), self.mesh.guard
         with self._guarded():
             run = self._new_run(batch, self.code.actions, is_training=True)
             kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
@@ -132,6 +135,8 @@ class Executor:
                 faults = not_finite(self.trainable, self.mesh) if is_suspect else ()
                 self._finish(run, kept_grads, loss, faults)
             self.num_steps += 1
+            guard.is_new, guard.patience_s = False, max(guard.patience_s, 5 * (time.monotonic() - start_s))
+            self.mesh.recorder.phase = "between steps"
             return loss
 
     def _finish(self, run: Run, kept_grads: list[tuple[Resident, torch.Tensor]], loss: torch.Tensor, faults: tuple[str, ...]) -> None:
@@ -170,12 +175,15 @@ class Executor:
             raise
         except Exception as error:
             guard, at = self.mesh.guard, self.mesh.recorder
-            first = guard.cause() if isinstance(error, CommunicationError) else None
+            is_told = not isinstance(error, CommunicationError) or isinstance(error.__cause__, CommunicationError)
+            first, gone = (None, None) if is_told else guard.cause()
             if first is None:
-                where = f", stage {at.stage}, micro-batch {at.micro_batch}" if at.stage >= 0 else ""
-                first = guard.report(f"rank {self.mesh.rank}{where} ({at.phase}): {type(error).__name__}: {error}")
-            if isinstance(error, (BatchError, CommunicationError)) and str(error) in first:
+                text = f"rank {self.mesh.rank}, {at.place}: {type(error).__name__}: {error}"
+                first = guard.report(text if gone is None else f"{gone}. Seen by {text}")
+            if isinstance(error, BatchError) and str(error) in first:
                 raise
+            if isinstance(error, CommunicationError):
+                raise CommunicationError(first) from error
             raise StageError(first) from error
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

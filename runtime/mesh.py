@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.guard import Guard, default_store
+from runtime.guard import PATIENCE_S, Guard, default_store
 from runtime.record import CpuClock, CudaClock, Recorder
 
 
@@ -94,9 +94,11 @@ def build_mesh(
     zero_group: int | None = None,
     device: torch.device | None = None,
     timeout_s: float = 600.0,
+    patience_s: float = PATIENCE_S,
     recorder: Recorder | None = None,
 ) -> Mesh:
-    """The mesh of `axes` (outermost first) over all ranks of this job.
+    """The mesh of `axes` (outermost first) over all ranks of this job. A wait ends after `timeout_s`, or earlier where another rank
+    is gone or has not moved for `patience_s` (runtime/heartbeat.py).
 
     Raises ValueError where the axes do not multiply to the world size or zero_group does not divide "dp".
     Every rank has to call it with the same arguments.
@@ -110,7 +112,7 @@ def build_mesh(
         text = " x ".join(f"{name} {size}" for name, size in axes)
         raise ValueError(f"the mesh {text} needs {math.prod(sizes.values())} ranks, this job has {world_size}: start as many with torchrun --nproc-per-node")
     recorder = recorder or Recorder(clock=CudaClock() if device.type == "cuda" else CpuClock())
-    guard = Guard(default_store(), world_size)
+    guard = Guard(default_store(), world_size, rank, recorder, patience_s)
     ids = torch.arange(world_size).reshape([size for _, size in axes])
 
     def lines(grid: torch.Tensor, dim: int) -> list[list[int]]:

@@ -81,6 +81,8 @@ class Recorder:
     phase: str = "forward"
     stage: int = -1
     micro_batch: int = -1
+    last: tuple[int, int] = (-1, -1)  # stage and micro-batch of the last action that had them
+    moves: int = 0  # grows with all that begins or ends
     _sent: list[tuple[Any, ...]] = field(default_factory=list)  # intervals whose times are marks
     _ran: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -89,6 +91,8 @@ class Recorder:
         self._sent.clear()
         self._ran.clear()
         self.phase, self.stage, self.micro_batch = "forward", -1, -1
+        self.last = (-1, -1)
+        self.moves += 1
 
     def mark(self) -> Any:
         """Now, to be given to `add`."""
@@ -96,6 +100,7 @@ class Recorder:
 
     def add(self, kind: str, axis: str, num_bytes: int, start: Any) -> None:
         """A collective or send that began at the mark `start` and ends now."""
+        self.moves += 1
         self._sent.append((kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, start, self.clock.mark()))
 
     @contextmanager
@@ -103,10 +108,20 @@ class Recorder:
         """Everything inside belongs to this action."""
         before = (self.phase, self.stage, self.micro_batch)
         self.phase, self.stage, self.micro_batch = phase, stage, micro_batch
+        self.moves += 1
         start = self.clock.mark()
         yield  # an error leaves phase, stage and micro-batch as they are: they name where it happened
         self._ran.append((kind, "", phase, stage, micro_batch, 0, start, self.clock.mark()))
+        self.last = (stage, micro_batch) if stage >= 0 else self.last
         self.phase, self.stage, self.micro_batch = before
+
+    @property
+    def place(self) -> str:
+        """What the rank is at, in words."""
+        if self.stage >= 0:
+            return f"stage {self.stage}, micro-batch {self.micro_batch} ({self.phase})"
+        stage, micro_batch = self.last
+        return f"after stage {stage}, micro-batch {micro_batch} ({self.phase})" if stage >= 0 else self.phase
 
     @property
     def sent(self) -> tuple[Interval, ...]:

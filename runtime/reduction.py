@@ -10,11 +10,13 @@ Under ZeRO the data axis is FSDP2's and only local shards are summed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtime.collective import wait
+from runtime.errors import CommunicationError, StageError
 from runtime.mesh import Axis, Mesh
 from runtime.storage import Resident
 
@@ -106,12 +108,13 @@ def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch
 
     def send(tensor: torch.Tensor, to: int) -> None:
         start = axis.recorder.mark()
-        axis.guard.wait_transfer(dist.isend(tensor, axis.ranks[to], group=up if to > me else down), mesh.device)
+        _awaited(dist.isend(tensor, axis.ranks[to], group=up if to > me else down), f"send of a tied gradient to rank {axis.ranks[to]}", mesh)
         axis.recorder.add("send", "tied", tensor.nbytes, start)
 
     def receive(source: int) -> torch.Tensor:
         buffer = torch.empty_like(own, memory_format=torch.contiguous_format)
-        axis.guard.wait_transfer(dist.irecv(buffer, axis.ranks[source], group=up if me > source else down), mesh.device)
+        work = dist.irecv(buffer, axis.ranks[source], group=up if me > source else down)
+        _awaited(work, f"receive of a tied gradient from rank {axis.ranks[source]}", mesh)
         return buffer
 
     if me != first:
@@ -123,3 +126,12 @@ def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch
     for other in others:
         send(total, other)
     return total
+
+
+def _awaited(work: Any, what: str, mesh: Mesh) -> None:
+    try:
+        mesh.guard.wait_transfer(work, mesh.device)
+    except StageError:
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(f"rank {mesh.rank}: {what} on axis 'pp' failed: {error}") from error

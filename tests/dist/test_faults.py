@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import autoplan
+from autoplan.models import MLP
 from runtime.errors import BatchError, CommunicationError, StageError
 from runtime.executor import Executor
 from runtime.mesh import build_mesh
 from runtime.timeline import timeline
 from tests.dist.launch import run_ranks
+from tests.dist.mortal import ends, note_fault
 from tests.dist.programs import Model, Setup, build, make_batch
+from tests.plans import manual_plan
 
 
 def _fails_in_stage_one(setup: Setup) -> tuple[str, str, float]:
@@ -103,3 +111,59 @@ def test_the_timeline_tells_every_action_of_every_rank_on_one_clock():
     forward = {(e.stage, e.micro_batch): e for e in first if e.kind == "forward" and e.stage >= 0}
     assert all(forward[0, k].end_s <= forward[1, k].end_s for k in range(2))
     assert min(e.start_s for e in first) == 0.0 and all(e.end_s >= e.start_s for e in first)
+
+
+def _one_rank_fails(how: str, plan: dict[str, Any]) -> None:
+    """Three steps; the last rank fails in the second one, in its first forward pass."""
+    torch.manual_seed(0)
+    model, batch = MLP((8, 16, 16, 4)), {"x": torch.randn(8, 8), "labels": torch.arange(8) % 4}
+    pm = autoplan.parallelize(model, batch, plan=manual_plan(autoplan.capture(model, batch), **plan), timeout_s=4)
+    pm.forward_backward(batch)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if how == "between steps":
+            note_fault()
+            time.sleep(1000)
+        bodies = pm.executor.code.bodies
+        for key in bodies:
+            bodies[key] = _failing(how)  # type: ignore[assignment]
+    pm.forward_backward(batch)
+
+
+def _failing(how: str) -> Callable[..., Any]:
+    def fails(*_: Any) -> Any:
+        note_fault()
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "stall":
+            time.sleep(1000)
+        while how == "spin":
+            pass
+        raise ArithmeticError("the culprit")
+
+    return fails
+
+
+PLANS = {"pp": dict(pp=2, num_micro_batches=2), "dp": dict(dp=2), "zero": dict(dp=2, zero=3), "pp dp": dict(pp=2, dp=2, num_micro_batches=2)}
+SAID = {"kill": "rank {last} is gone", "stall": "rank {last} has not moved", "stop": "rank {last} is gone", "spin": "rank {last} has not moved"}
+SAID |= {"raise": "rank {last}, stage {stage}, micro-batch 0 (forward): ArithmeticError: the culprit", "between steps": "it is in between steps"}
+BY_HAND = [("stall", "pp"), ("kill", "dp"), ("kill", "zero"), ("stop", "pp"), ("spin", "dp"), ("between steps", "dp"), ("raise", "dp"), ("kill", "pp dp")]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "plan"), [("kill", "pp"), ("stall", "dp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_HAND)], ids=lambda x: x.replace(" ", "-")
+)
+def test_a_rank_that_fails_ends_all_with_one_message_that_names_it(how: str, plan: str):
+    last = PLANS[plan].get("pp", 1) * PLANS[plan].get("dp", 1) - 1
+    found = ends(_one_rank_fails, last + 1, how, PLANS[plan], timeout_s=280)
+    for end in found[:-1]:
+        assert end.kind == "RunError" and end.exit_code == 1, found
+        assert SAID[how].format(last=last, stage=int(plan[:2] == "pp")) in end.text, found
+        assert 0 < end.after_s < 30, found
+        if how != "raise":
+            assert "axis" in end.text and "stage 0" in end.text and "micro-batch" in end.text, found
+    assert len({end.text for end in found[:-1]}) == 1, found
+    if how != "stop":  # a stopped process can only be killed
+        assert found[-1].exit_code not in (None, 0), found
