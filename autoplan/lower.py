@@ -141,6 +141,9 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
                 zero=plan.zero,
                 zero_group=plan.zero_group,
                 global_rows=rows,
+                sync=plan.sync,
+                servers=plan.servers,
+                staleness=plan.staleness,
             )
         )
     return tuple(programs)

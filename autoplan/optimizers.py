@@ -26,7 +26,8 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "A
 PER_TENSOR = ("Muon", "Adafactor")
 
 
-def _is_torch(cls: type[Optimizer], names: Sequence[str]) -> bool:
+def is_torch(cls: type[Optimizer], names: Sequence[str]) -> bool:
+    """Whether it is torch's own class of one of these names."""
     return cls.__name__ in names and cls.__module__.startswith("torch.optim")
 
 
@@ -35,9 +36,9 @@ def optimizer_class(cls: type[Optimizer], residents: Sequence[Resident], num_sta
 
     Raises UnsupportedOpError, naming it, for an optimizer that may need all parameters in one place while several stages have them.
     """
-    if _is_torch(cls, ELEMENTWISE):
+    if is_torch(cls, ELEMENTWISE):
         return cls
-    if num_stages > 1 and not _is_torch(cls, PER_TENSOR):
+    if num_stages > 1 and not is_torch(cls, PER_TENSOR):
         raise UnsupportedOpError(
             f"{cls.__name__} may look at all parameters at once, and this plan keeps them on {num_stages} stages: "
             f"use one of {', '.join((*ELEMENTWISE, *PER_TENSOR))}, or constraints pp=1."
@@ -47,10 +48,13 @@ def optimizer_class(cls: type[Optimizer], residents: Sequence[Resident], num_sta
 
 
 def protect(residents: Iterable[Resident]) -> None:
-    """Let no optimizer step that would take a part of a tensor for the whole: it raises UnsupportedOpError instead."""
+    """Let no optimizer step that would take a part of a tensor for the whole, or that lives here where servers update: it raises
+    UnsupportedOpError instead."""
     for resident in residents:
         if resident.is_divided:
             resident.tensor.is_part = True  # type: ignore[attr-defined]
+        if resident.is_served:
+            resident.tensor.is_served = True  # type: ignore[attr-defined]
     _watch()
 
 
@@ -61,7 +65,12 @@ def _watch() -> None:
 
 def _refuse_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     cls = type(optimizer)
-    if not _is_torch(cls, ELEMENTWISE) and any(hasattr(p, "is_part") for group in optimizer.param_groups for p in group["params"]):
+    if any(hasattr(p, "is_served") for group in optimizer.param_groups for p in group["params"]):
+        raise UnsupportedOpError(
+            f"{cls.__name__}(pm.parameters(), ...) would update on every worker, and this plan keeps the optimizer on parameter servers: "
+            f"make it with pm.optimizer(torch.optim.{cls.__name__}, ...)."
+        )
+    if not is_torch(cls, ELEMENTWISE) and any(hasattr(p, "is_part") for group in optimizer.param_groups for p in group["params"]):
         raise UnsupportedOpError(f"{cls.__name__} updates from whole tensors, and this plan splits them: make it with pm.optimizer({cls.__name__}, ...).")
 
 

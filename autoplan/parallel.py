@@ -27,6 +27,7 @@ from autoplan.optimizers import optimizer_class, protect
 from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
 from autoplan.retarget import check_plan, retarget
+from autoplan.served import served_class
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.share import Share, check_data, share_of
 from autoplan.timeline import joined, measured, rank_events
@@ -304,12 +305,14 @@ class ParallelModel:
         return 1.0 if scale is None else scale.factor
 
     def optimizer(self, cls: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **options: Any) -> torch.optim.Optimizer:
-        """`cls(params, **options)`, exact for whatever way the plan divides the parameters (autoplan/optimizers.py).
+        """`cls(params, **options)`, exact for whatever way the plan divides the parameters (autoplan/optimizers.py), or keeps them on
+        parameter servers (autoplan/served.py).
 
         `params`: all parameters, or some of `parameters()` or `named_parameters()`, or groups of them. Every rank calls it. Raises
         UnsupportedOpError for an optimizer that needs all parameters in one place while they lie on several stages.
         """
-        made: Any = optimizer_class(cls, self.executor.trainable, self.plan.degree("pp"))
+        is_served = self.executor.servers is not None
+        made: Any = served_class(cls, self.executor) if is_served else optimizer_class(cls, self.executor.trainable, self.plan.degree("pp"))
         return made(list(self.parameters() if params is None else params), **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

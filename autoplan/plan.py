@@ -71,6 +71,7 @@ class Plan:
     `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("tp", 2)). `space` lists every axis that was
     searched with its values. `placement`, where modules were pinned, says which stage every operator is on: (first operator of a run
     in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
+    `sync`, `servers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py.
     JSON form: autoplan/planfile.py.
     """
 
@@ -97,6 +98,9 @@ class Plan:
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     placement: tuple[tuple[int, int], ...] = ()
+    sync: str = "allreduce"
+    servers: tuple[int, ...] = ()
+    staleness: int | None = None
     version: int = PLAN_VERSION
 
     def degree(self, axis: str) -> int:

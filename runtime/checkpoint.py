@@ -113,7 +113,8 @@ def _named(mine: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None, 
     for resident in mine if optimizer is not None else ():
         assert optimizer is not None
         key_of_state, is_whole = _key(optimizer, resident)
-        state = optimizer.state.get(key_of_state, {})
+        state_of = getattr(optimizer, "state_of", None)  # of an optimizer that lives on parameter servers
+        state = optimizer.state.get(key_of_state, {}) if state_of is None else state_of(resident)
         for key, value in state.items():
             name = f"{resident.stored.fqn}::{key}"
             if isinstance(value, torch.Tensor) and value.dim() > 0 and (is_whole or value.shape == resident.tensor.shape):
@@ -198,7 +199,7 @@ def load(path: str | os.PathLike, residents: tuple[Resident, ...], optimizer: to
     """
     reader = Reader(path)
     values: list[tuple[Resident, torch.Tensor]] = []
-    states: list[tuple[torch.Tensor, dict[str, Any]]] = []
+    states: list[tuple[Resident, torch.Tensor, dict[str, Any]]] = []
     if optimizer is not None and reader.groups is None:
         raise CheckpointError(f"{path} was saved without an optimizer: load it without one, or save with optimizer=")
     for resident in residents:
@@ -213,13 +214,16 @@ def load(path: str | os.PathLike, residents: tuple[Resident, ...], optimizer: to
         values.append((resident, resident.cut(dense).to(resident.tensor.device)))
         if optimizer is not None and resident.stored.requires_grad and resident.stored.kind == "parameter":
             key, is_whole = _key(optimizer, resident)
-            states.append((key, _read_state(reader, resident, name, is_whole=is_whole)))
+            states.append((resident, key, _read_state(reader, resident, name, is_whole=is_whole)))
     with torch.no_grad():
         for resident, local in values:
             resident.local().copy_(local)
     if optimizer is not None:
-        for key, state in states:
-            optimizer.state[key] = state
+        for resident, key, state in states:
+            if hasattr(optimizer, "take_state"):  # it keeps the state elsewhere: on parameter servers
+                optimizer.take_state(resident, state)  # type: ignore[attr-defined]
+            else:
+                optimizer.state[key] = state
         for group, kept in zip(optimizer.param_groups, reader.groups or (), strict=False):
             group.update(kept)
     return reader.progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,14 @@ from runtime.errors import BatchError, CommunicationError, StageError
 from runtime.finite import not_finite, suspicion
 from runtime.mesh import Mesh
 from runtime.norm import clip_grad_norm
+from runtime.partition import servers_of
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
 from runtime.run import Code, Run
 from runtime.scaling import LossScale
 from runtime.schedule import forward_only, schedule
+from runtime.servers import Servers
 from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, constants, materialise
 
@@ -57,9 +59,12 @@ class Executor:
         self.loss_scale = loss_scale
         self.step_was_skipped = False
         self._random_by_element = random_by_element
-        is_split = program.schedule in ("zb", "zbv")
-        self.storages: dict[int, Storage] = {s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split) for s in program.stages}
+        is_split, served_by = program.schedule in ("zb", "zbv"), servers_of(program)
+        self.storages: dict[int, Storage] = {
+            s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by)) for s in program.stages
+        }
         self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
+        self.servers = Servers(self.trainable, served_by, mesh) if served_by else None
         self.rebind(program, dense)
 
     def rebind(self, program: Program, dense: Dense | None = None) -> None:
@@ -131,6 +136,8 @@ class Executor:
                 self._reshard()
                 reduce_over_axes(self.trainable, self.mesh)
                 sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
+                if self.servers is not None:
+                    self.servers.push()
                 loss, is_suspect = self._told(run, suspicion(self.trainable, self.mesh.device))
                 faults = not_finite(self.trainable, self.mesh) if is_suspect else ()
                 self._finish(run, kept_grads, loss, faults)
@@ -197,7 +204,16 @@ class Executor:
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Dense gradients under the model's own names, aliases included, on rank 0; empty on other ranks."""
-        return collect(self.trainable, self.mesh, self.program.stage_ranks, lambda r: r.tensor.grad)
+        if self.servers is None:
+            return collect(self.trainable, self.mesh, self.program.stage_ranks, lambda r: r.tensor.grad)
+        whole = {id(r): self.servers.whole(r.tensor.grad) for r in self.trainable if r.tensor.grad is not None}
+        return collect(self.trainable, self.mesh, self.program.stage_ranks, lambda r: whole.get(id(r)))
+
+    def pull(self, updated: Iterable[torch.Tensor]) -> None:
+        """Bring parameters that their servers have updated into every replica. Raises as `step`."""
+        assert self.servers is not None, "the program has no parameter servers"
+        with self._guarded():
+            self.servers.pull(updated)
 
     def load_full_state_dict(self, dense: Callable[[str], torch.Tensor | None]) -> None:
         """Fill every parameter and buffer from `dense(name)` (None: not there), each rank its own part. Raises ValueError."""

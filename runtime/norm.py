@@ -21,7 +21,7 @@ def counts_here(resident: Resident, mesh: Mesh) -> bool:
         return False
     divided = {chunk.axis for chunk in resident.stored.chunks}
     for name, axis in mesh.axes.items():
-        if name == "pp" or name in divided:
+        if name == "pp" or name in divided or (name == "dp" and resident.is_served):  # served: zero but for this rank's own part
             continue
         if name == "dp" and resident.is_sharded:
             if mesh.replica_axis.index != 0:

@@ -212,6 +212,7 @@ class _Parser:
         zero_group = line.optional()
         line.field("rows")
         rows = line.integer()
+        sync, servers, staleness = self.sync()
         line, micro_batches, own = self.line("micro_batches"), [], []
         while line.peek():
             if line.accept("|"):
@@ -233,8 +234,20 @@ class _Parser:
         if self.at < len(self.lines):
             raise self.lines[self.at].fail("a stage")
         return Program(
-            tuple(axes), num_stages, stage_ranks, tuple(stages), schedule, tuple(micro_batches), preamble, feeds, preamble_rows, zero, zero_group, rows
-        )
+            tuple(axes), num_stages, stage_ranks, tuple(stages), schedule, tuple(micro_batches), preamble, feeds, preamble_rows, zero, zero_group, rows,
+            sync, servers, staleness,
+        )  # fmt: skip
+
+    def sync(self) -> tuple[str, tuple[int, ...], int | None]:
+        """Who sums gradients, the servers and the bound of staleness; the line is left out for all_reduce."""
+        if not self.begins("sync"):
+            return "allreduce", (), None
+        line = self.line("sync")
+        kind = line.take("word")
+        line.field("servers")
+        servers = tuple(map(int, line.words()))
+        line.field("staleness")
+        return kind, servers, line.optional()
 
     def stage(self) -> StageCode:
         line = self.line("stage")

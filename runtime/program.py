@@ -138,7 +138,11 @@ class StageCode:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What the ranks at one "pp" coordinate run in a step."""
+    """What the ranks at one "pp" coordinate run in a step.
+
+    `sync` says who sums gradients over the data axis: "allreduce", or parameter servers ("ps", "async": runtime/servers.py)
+    on the data ranks `servers` ((): all of them). `staleness` bounds how many steps a worker may be ahead; None: no bound.
+    """
 
     axes: tuple[tuple[str, int], ...]  # (("pp", 2), ("dp", 2), ("tp", 2))
     num_stages: int
@@ -152,6 +156,9 @@ class Program:
     zero: int
     zero_group: int | None
     global_rows: int
+    sync: str = "allreduce"
+    servers: tuple[int, ...] = ()
+    staleness: int | None = None
 
     @property
     def num_micro_batches(self) -> int:

@@ -4,7 +4,7 @@
     tied stages        the copies of a parameter on several stages: summed by the first stage in stage order and sent back,
                        so that the copies stay equal bit for bit
 
-Under ZeRO the data axis is FSDP2's and only local shards are summed here.
+Under ZeRO the data axis is FSDP2's and only local shards are summed here; parameter servers (runtime/servers.py) have it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUCKET_BYTES = 25 * 2**20
 
 def deferred_axes(resident: Resident) -> tuple[str, ...]:
     """The axes over which this gradient is summed once a step, in order."""
-    return tuple(name for name in resident.stored.partial if not (resident.is_sharded and name == "dp"))
+    return tuple(name for name in resident.stored.partial if not ((resident.is_sharded or resident.is_served) and name == "dp"))
 
 
 def reduce_over_axes(residents: tuple[Resident, ...], mesh: Mesh) -> None:

@@ -66,6 +66,7 @@ class Resident:
     tensor: torch.Tensor
     mesh: Mesh
     is_sharded: bool  # over the data ranks, by FSDP2
+    is_served: bool = False  # its gradient is summed by parameter servers (runtime/servers.py)
 
     @property
     def is_divided(self) -> bool:
@@ -191,7 +192,7 @@ class Storage:
             yield from each._fsdp_param_groups
 
 
-def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_split_backward: bool = False) -> Storage:
+def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_split_backward: bool = False, is_served: bool = False) -> Storage:
     """A stage's tensors, cut from the dense ones and placed.
 
     `dense(fqn)` gives the dense tensor; it is called once for each tensor and only this rank's part is kept. Groups of FSDP2
@@ -217,7 +218,7 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
         holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
     if zero:
         _shard(stage, module, mesh, zero, is_split_backward=is_split_backward)
-    residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter") for s in state)
+    residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter", is_served) for s in state)
     return Storage(module, residents, zero, WeightGrads() if is_split_backward else None)
 
 

@@ -83,6 +83,8 @@ def _program(p: Program) -> Iterator[str]:
     yield "program 1"
     yield "axes " + " ".join(f"{axis}={size}" for axis, size in p.axes)
     yield (f"stages {p.num_stages} ranks={words(p.stage_ranks)} schedule={p.schedule} zero={p.zero} zero_group={_optional(p.zero_group)} rows={p.global_rows}")
+    if p.sync != "allreduce":
+        yield f"sync {p.sync} servers={words(p.servers)} staleness={_optional(p.staleness)}"
     yield "micro_batches " + " | ".join(" ".join(f"{m.start}:{m.stop}" for m in own) for own in p.micro_batches)
     yield f"preamble rows={words(p.preamble_rows)}"
     yield from (f"  {_feed(feed)}" for feed in p.preamble_feeds)

@@ -20,6 +20,9 @@ FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of tho
     ZeRO-2   forward 1 all_gather w,                          m reduce_scatter g
     ZeRO-1   forward 1 all_gather w,                          1 reduce_scatter g
     any, where the schedule splits the backward pass: as ZeRO-1
+
+Parameter servers (runtime/partition.py), W bytes of gradients, p workers, s servers: push W and pull W; a server push_in and
+pull_out p W / s each. Pulls belong to the optimizer's step, in the phase "update".
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from dataclasses import dataclass, replace
 from runtime.call import dtype_of, num_bytes
 from runtime.flow import Flow, flow, groups, has_backward
 from runtime.instr import Instr, Ref, TensorSpec, uses
+from runtime.partition import Tensor, buckets, partition, servers_of
 from runtime.program import BlockCode, Body, Program, StageCode, Stored
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
@@ -290,6 +294,7 @@ def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> i
 
 def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
     sizes, is_sharded = dict(program.axes), sharding(program) > 1
+    is_sharded = is_sharded or bool(servers_of(program))
     grads = [(s, tuple(a for a in s.partial if not (is_sharded and a == "dp"))) for s in _grads(program)]
     for place, axis in sorted({(place, axis) for _, axes in grads for place, axis in enumerate(axes)}):
         if sizes.get(axis, 1) == 1:
@@ -306,3 +311,24 @@ def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Mov
         holders = list(dict.fromkeys(ranks[s] for s in sorted(stored.stages)))
         sends = (len(holders) - 1 if holders[0] == me else 1) if len(holders) > 1 else 0
         yield from [("send", "tied", "reduce", shard_bytes(stored, program, coordinates))] * sends
+    yield from _server_moves(program, coordinates)
+
+
+def _server_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
+    """Pushes and pulls of a worker, and what it takes in and gives out if it serves."""
+    servers, sizes = servers_of(program), dict(program.axes)
+    if not servers:
+        return
+    trained = [s for stage in program.stages for s in stage.stored if s.kind == "parameter" and s.requires_grad]
+    with_grads = {id(s) for s in _grads(program)}
+    tensors = tuple(Tensor(math.prod(local_shape(s, sizes)), s.at_rest, dtype_of(s.at_rest).itemsize, "dp" in s.partial) for s in trained)
+    pieces = tuple(piece for piece in partition(tensors, servers) if id(trained[piece.tensor]) in with_grads)
+    workers = sizes.get("dp", 1)
+    for own in buckets(tensors, pieces, servers):
+        for bucket in own:
+            is_here = bucket.server == coordinates.get("dp", 0)
+            for role, served, phase in (("push", "push_in", "reduce"), ("pull", "pull_out", "update")):
+                if bucket.summed or role == "pull":
+                    yield role, "dp", phase, bucket.num_bytes
+                    if is_here:
+                        yield served, "dp", phase, bucket.num_bytes * workers

@@ -40,6 +40,9 @@ def manual_plan(
     recompute: str = "none",
     splits: Mapping[str, Mapping[str, str]] | None = None,
     precision: str | None = None,
+    sync: str = "allreduce",
+    servers: tuple[int, ...] = (),
+    staleness: int | None = None,
 ) -> Plan:
     """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split)."""
     assert graph.batch_size is not None
@@ -66,6 +69,9 @@ def manual_plan(
         forecast=NO_FORECAST,
         gap=0.0,
         space={},
+        sync=sync,
+        servers=servers,
+        staleness=staleness,
     )
 
 
