@@ -8,6 +8,8 @@
     two-level  stages and meshes inside them, operators by integer programs, one row a micro-batch, 1F1B, recomputation, states
                sharded                                               Zheng et al. 2022 (Alpa)
     degrees    every pp x dp x tp, micro-batch and recomputation, even stages, 1F1B, ZeRO-0 or -1      Isaev et al. 2023 (Calculon)
+    ps         replicas with parameter servers on all of them        Li et al. 2014; MXNet's dist_sync
+    async      the same without waiting for each other               Dean et al. 2012; MXNet's dist_async
 
 Each is the best plan of its own smaller space, so that what is compared is the strategy and not its tuning. Operators are
 placed by our integer programs throughout, which favours the baselines where their own rules place them worse.
@@ -81,6 +83,14 @@ def _two_level(setting: Setting) -> Iterator[Constraints]:
     yield Constraints(micro_batch_size=1, schedule="1f1b", recompute="full")
 
 
+def _ps(setting: Setting) -> Iterator[Constraints]:
+    yield Constraints(pp=1, tp=1, sync="ps")
+
+
+def _async(setting: Setting) -> Iterator[Constraints]:
+    yield Constraints(pp=1, tp=1, sync="async")
+
+
 def _degrees(setting: Setting) -> Iterator[Constraints]:
     for pp in setting.num_stages:
         for zero in (0, 1):
@@ -95,6 +105,8 @@ BASELINES: Mapping[str, tuple[Callable[[Setting], Iterable[Constraints]], bool]]
     "gpipe": (_gpipe, True),
     "two-level": (_two_level, True),
     "degrees": (_degrees, False),
+    "ps": (_ps, True),
+    "async": (_async, True),
 }
 
 

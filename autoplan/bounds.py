@@ -141,7 +141,9 @@ class Bounds:
         m, shards = step.num_micro_batches, step.shards
         trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
         group = axis_group(step.axes, "dp")
-        tail = self.optimizer_s * trained / shards
+        tail = self.optimizer_s * trained / max(shards, step.num_servers)
+        if step.sync != "allreduce":
+            return m * total + tail
         if step.zero == 0 or shards == 1:
             reduce_s = self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES if group.size > 1 and step.zero == 0 else 0.0
             return m * total + reduce_s * trained * self.width.gradient + tail
@@ -170,7 +172,7 @@ class Bounds:
         return (
             width.parameter / (shards if zero == 3 else 1)
             + width.gradient / (shards if zero >= 2 else 1)
-            + (width.master + width.optimizer) / (shards if zero >= 1 else 1)
+            + (width.master + width.optimizer / max(1, step.num_servers)) / (shards if zero >= 1 else 1)
         )
 
     def _all_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:

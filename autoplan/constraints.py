@@ -26,11 +26,9 @@ _SUPPORTED: Mapping[str, tuple[tuple, str]] = {
     "schedule": (("gpipe", "1f1b"), "only gpipe and 1f1b are searched"),
     "num_chunks": ((1,), "a rank holds one stage in gpipe and 1f1b"),
     "recompute": (("none", "full"), "selective recomputation is not searched yet"),
-    "sync": (("allreduce",), "gradients are summed by all_reduce"),
     "delay": ((0,), "an update uses the gradients of its own step"),
 }
 _REFUSED: Mapping[str, str] = {
-    "staleness": "gradients are never stale: updates are synchronous",
     "compression": "gradients are sent uncompressed, so that results stay exact",
 }
 
@@ -58,7 +56,8 @@ class Constraints:
     recompute: str | None = None
     placement: Mapping[str, int] | None = None
     sync: str | None = None
-    staleness: int | None = None
+    staleness: int | None = None  # steps that a worker may be ahead of the slowest
+    servers: tuple[int, ...] | None = None  # data ranks that serve parameters; None: all
     delay: int | None = None
     compression: str | None = None
     max_memory_bytes: int | None = None
@@ -84,6 +83,7 @@ class Constraints:
 
         if self.placement is not None:
             self._check_placement(self.placement)
+        self._check_servers()
 
     def _check_placement(self, placement: Mapping[str, int]) -> None:
         places = placement.values() if isinstance(placement, Mapping) else ()
@@ -93,6 +93,15 @@ class Constraints:
             raise UsageError(f"constraints placement and pp={self.pp} disagree: it names stage {max(places)}, so use pp={max(places) + 1} or more")
         if self.stage_layers is not None:
             raise UsageError("constraints placement and stage_layers both say what a stage holds: give one of them")
+
+    def _check_servers(self) -> None:
+        if self.staleness is not None and (not isinstance(self.staleness, int) or isinstance(self.staleness, bool) or self.staleness < 0):
+            raise UsageError(f"constraint staleness={self.staleness!r}: a number of steps, 0 or more, is needed")
+        if self.servers is not None:
+            servers = tuple(self.servers)
+            if not servers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in servers) or len({*servers}) < len(servers):
+                raise UsageError(f"constraint servers={self.servers!r}: data ranks that serve are needed, each once, like (0, 2)")
+            object.__setattr__(self, "servers", tuple(sorted(servers)))
 
     def described(self) -> str:
         """The fields that are set, as text: "tp=4, zero=3"."""

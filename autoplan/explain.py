@@ -34,7 +34,7 @@ def degrees(plan: Plan) -> str:
     """ "pp 2 × dp 2 × tp 2 · ZeRO 1 · 1f1b · 8 micro-batches of 4"."""
     mesh = " × ".join(f"{axis} {degree}" for axis, degree in plan.axes if degree > 1) or "one device"
     micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches != 1 else ''} of {plan.micro_batch_size}"
-    facts = [mesh, f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", micro]
+    facts = [mesh, f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", serving(plan), micro]
     recomputed = sorted({block.recompute for block in plan.blocks} - {"none"})
     return " · ".join(fact for fact in (*facts, f"recompute {', '.join(recomputed)}" if recomputed else "") if fact)
 
@@ -45,9 +45,21 @@ def short(plan: Plan) -> str:
     facts = [
         f"ZeRO {plan.zero}" if plan.zero else "",
         plan.schedule if plan.degree("pp") > 1 else "",
+        serving(plan),
         f"{plan.num_micro_batches} x {plan.micro_batch_size} rows",
     ]
     return ", ".join(fact for fact in (*mesh, *facts) if fact)
+
+
+def serving(plan: Plan) -> str:
+    """ "parameter servers on data ranks 0, 2", "asynchronous, servers on all data ranks, at most 3 steps ahead"; empty for all_reduce."""
+    if plan.sync == "allreduce":
+        return ""
+    where = f"data rank{'s' if len(plan.servers) > 1 else ''} {', '.join(map(str, plan.servers))}" if plan.servers else "all data ranks"
+    if plan.sync == "ps":
+        return f"parameter servers on {where}"
+    bound = "without a bound of staleness" if plan.staleness is None else f"at most {plan.staleness} step{'s' if plan.staleness != 1 else ''} ahead"
+    return f"asynchronous, servers on {where}, {bound}"
 
 
 def ranking(plan: Plan) -> str:

@@ -43,6 +43,7 @@ from autoplan.problem import Price
 from autoplan.replay import Step, by_rank, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space, storings
 from autoplan.stagework import Work
+from autoplan.sync import check_sync, is_served, num_servers
 from costmodel.cluster import Cluster
 from costmodel.memory import widths
 from costmodel.prices import Prices
@@ -153,6 +154,7 @@ class Searcher:
     def _space(self) -> Space:
         task = self.task
         check_supported(task.constraints)
+        check_sync(task.constraints)
         world = task.cluster.num_devices
         check_degrees(task.constraints, world, self.batch)
         if task.constraints.tp is not None:
@@ -246,6 +248,8 @@ class Searcher:
         zero = self.task.constraints.zero
         width = _parameter_width(self.task.graph)
         seconds = self._optimizer_s / width / (shape.dp if zero != 0 else 1)
+        if is_served(self.task.constraints):  # no more than the parts that every way of serving takes
+            return Price(shape.num_micro_batches, self._optimizer_s / width / max(1, num_servers(self.task.constraints, shape.dp)))
         if shape.dp > 1 and (zero == 0 or not self.overlap):
             group = axis_group(shape.axes, "dp")
             bucket, large = BUCKET_BYTES, 2**30
@@ -279,7 +283,7 @@ class Searcher:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
             self.task.optimizer, self.task.precision, tuple(range(shape.pp)) if self.task.stages is None else self.task.stages.ranks,
-            self.overlap,
+            self.overlap, self.task.constraints.sync or "allreduce", num_servers(self.task.constraints, shape.dp),
         )  # fmt: skip
 
     def _storings(self, shape: Shape) -> tuple[Storing, ...]:

@@ -24,7 +24,7 @@ from autoplan.errors import UsageError
 from autoplan.graph import Graph, Option, options
 from autoplan.layout import VARY, WHOLE, Layout, Split
 from autoplan.peephole import fuse_bias
-from autoplan.plan import Plan
+from autoplan.plan import Plan, served_by
 from autoplan.precision import MASTER
 from autoplan.variants import AxisAssignment, Emitter, Rows
 from runtime.instr import uses
@@ -100,8 +100,11 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
 
     `data_rank` matters only to the preamble where data ranks have unequal rows. `outputs` keeps the model's outputs besides
     the loss (evaluation). Raises UsageError for rows that cannot be dealt.
+    An asynchronous plan's program is that of the worker `data_rank`; evaluation is synchronous.
     """
     rows = plan.global_batch if global_rows is None else global_rows
+    if plan.sync == "async" and not outputs:
+        return _worker(plan, graph, rows, data_rank)
     graph = arranged(graph, plan)
     context = _context(plan, graph, outputs)
     dealt = deal_rows(plan, rows)
@@ -147,6 +150,21 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
             )
         )
     return tuple(programs)
+
+
+def _worker(plan: Plan, graph: Graph, rows: int, data_rank: int) -> tuple[Program, ...]:
+    """The program of one asynchronous worker: its own rows of the batch as a batch of their own, with nobody on the data axis."""
+    dp, shares = plan.degree("dp"), row_shares(rows, plan.degree("dp"))
+    if shares[-1] == 0:
+        raise UsageError(f"a batch of {rows} rows does not reach {dp} workers: give at least {dp} rows, or plan with a smaller dp.")
+    axes = tuple((axis, 1 if axis == "dp" else size) for axis, size in plan.axes)
+    alone = replace(plan, axes=axes, sync="allreduce", servers=(), staleness=None, global_batch=row_shares(plan.global_batch, dp)[0])
+    start = sum(shares[:data_rank])
+    found = []
+    for program in lower(alone, graph, shares[data_rank]):
+        dealt = tuple(tuple(MicroBatch(m.start + start, m.stop + start) for m in own) for own in program.micro_batches)
+        found.append(replace(program, micro_batches=dealt, global_rows=rows, sync=plan.sync, servers=served_by(plan), staleness=plan.staleness))
+    return tuple(found)
 
 
 def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:

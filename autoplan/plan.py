@@ -107,6 +107,11 @@ class Plan:
         return dict(self.axes).get(axis, 1)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a step gives the result of the unpartitioned model on the global batch."""
+        return self.sync != "async"
+
+    @property
     def collectives(self) -> tuple[CollectiveUse, ...]:
         return self.forecast.collectives
 
@@ -134,3 +139,8 @@ class Plan:
         from autoplan.explain import explain
 
         return explain(self)
+
+
+def served_by(plan: Plan) -> tuple[int, ...]:
+    """The data ranks that serve parameters; () where gradients are all-reduced."""
+    return (plan.servers or tuple(range(plan.degree("dp")))) if plan.sync != "allreduce" else ()

@@ -15,6 +15,12 @@ g and r those of the largest unit,
     reduced backward   = max(B, R) + r                              ZeRO-1: the last;  ZeRO-2: every one
     ZeRO-3 backward    = g + max(B, G + R) + r                      on CPUs, which do both: the sums instead
 
+Parameter servers (ZeRO-0, W bytes of gradients, s servers on the p data ranks): instead of the sum over "dp" a push of W, the optimizer
+of a server over its part, a pull of W (costmodel/collective.py: the busiest server's p W / s decides). "async": a worker waits for its own
+push, update and pull alone, but no step is shorter than what the busiest server does for all workers:
+
+    tail = max(send(W) + u + send(W), push(W) + p u + pull(W) - compute), u seconds to update one server's part
+
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets), "tp" (deferred) and tied stages, the optimizer. The step
 ends with the slowest rank. Memory of a rank = states at rest (costmodel/memory.py) + saved activations x micro-batches held, as
 the schedule's own order shows, + transient + buffers + communication buffers.
@@ -46,6 +52,8 @@ class Step:
     precision: str | None
     stage_ranks: tuple[int, ...]
     overlap: bool = True  # transfers run beside compute (GPU copy engines); False on CPUs, whose cores do both
+    sync: str = "allreduce"
+    num_servers: int = 0  # of the data ranks, where they serve parameters
 
     def degree(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
@@ -106,15 +114,41 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         if step.shards < dp:
             replicas = RankGroup(dp // step.shards, group.stride * step.shards, 0, group.concurrent * step.shards)
             tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
-    elif dp > 1:
+    elif dp > 1 and step.sync == "allreduce":
         tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group)))
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
         total = sum(size for name, size in load.deferred if name == axis)
         tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis))))
     if load.tied_bytes and len(step.stage_ranks) > 1:
         tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp"))))
-    tail.append(("optimizer", "compute", pricer.prices.optimizer_s(-(-trained // step.shards), step.optimizer, float(width.total))))
+    update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, step.num_servers)), step.optimizer, float(width.total))
+    if step.sync == "allreduce" or dp == 1:
+        tail.append(("optimizer", "compute", update_s))
+    elif step.sync == "ps":
+        tail.append(("push", "dp", pricer.collective("push", trained * width.gradient, group, step.num_servers)))
+        tail.append(("optimizer", "compute", update_s))
+        tail.append(("pull", "dp", pricer.collective("pull", trained * _rest_width(width), group, step.num_servers)))
+    else:
+        busy_s = first_s + last_s + (step.num_micro_batches - 1) * (forward_s + backward_s)
+        tail += _asynchronous(pricer, group, trained * width.gradient, trained * _rest_width(width), update_s, step.num_servers, busy_s)
     return Durations(forward_s, first_s, backward_s, last_s, tuple(tail))
+
+
+def _rest_width(width: Widths) -> int:
+    """Bytes of an element of a weight at rest."""
+    return width.master or width.parameter
+
+
+def _asynchronous(
+    pricer: Pricer, group: RankGroup, push_bytes: int, pull_bytes: int, update_s: float, num_servers: int, busy_s: float
+) -> list[tuple[str, str, float]]:
+    """What follows a worker's passes of `busy_s` seconds: the module's formula."""
+    far = RankGroup(2, group.stride * (group.size - 1), 0, group.concurrent)
+    push_s, pull_s = pricer.collective("send", push_bytes, far), pricer.collective("send", pull_bytes, far)
+    served_s = pricer.collective("push", push_bytes, group, num_servers) + pricer.collective("pull", pull_bytes, group, num_servers)
+    wait_s = max(0.0, served_s + group.size * update_s - busy_s - push_s - update_s - pull_s)
+    own = [("push", "dp", push_s), ("optimizer", "compute", update_s), ("pull", "dp", pull_s)]
+    return [*own, ("wait for the servers", "dp", wait_s)] if wait_s else own
 
 
 def _beside(step: Step, compute_s: float, moved_s: float, exposed_s: float) -> float:
@@ -275,10 +309,19 @@ def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) ->
             parameters, gathered = 0, gathered if step.zero == 3 else parameters
         parameters += width.master * -(-frozen // step.shards)
     bucket = min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0
+    optimizer = kept.optimizer
+    if step.num_servers:  # states are on the servers alone
+        optimizer -= width.optimizer * (load.trained_elements - -(-load.trained_elements // step.num_servers))
+    if step.sync == "ps":
+        bucket *= step.degree("dp")  # the server receives one of every worker
+    elif step.sync == "async":  # a server's own weights; what is pushed and pulled at once
+        part = -(-load.trained_elements // step.num_servers)
+        parameters += part * _rest_width(width)
+        bucket = load.trained_elements * (width.gradient + _rest_width(width)) + step.degree("dp") * part * width.gradient
     return Memory(
         parameters=parameters,
         gradients=kept.gradients,
-        optimizer=kept.optimizer,
+        optimizer=optimizer,
         activations=held * load.saved_bytes + load.transient_bytes,
         buffers=load.buffer_bytes,
         communication=gathered + bucket + 2 * received_bytes,

@@ -116,6 +116,9 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         reasons=_reasons(best, outcome),
         warnings=(*graph.warnings, *_warnings(searcher)),
         placement=graph.runs,
+        sync=task.constraints.sync or "allreduce",
+        servers=task.constraints.servers or (),
+        staleness=task.constraints.staleness,
     )
 
 
@@ -229,6 +232,11 @@ def _warnings(searcher: Searcher) -> Iterable[str]:
     graph, batch = searcher.task.graph, searcher.outline.batch
     if batch.blocker is not None and searcher.batch > 1:
         yield f"one micro-batch only: {batch.blocker}"
+    if searcher.task.constraints.sync == "async":
+        yield (
+            "asynchronous: every worker's gradient updates the weights by itself, in the order in which it arrives, so a step is not the one of the whole "
+            "batch and runs differ; docs/training-modes.md says what still holds"
+        )
     total = sum(op.flops for op in graph.ops)
     whole = [op for op in graph.ops if not op.loops and op.flops]
     if whole and total:

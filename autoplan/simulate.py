@@ -14,7 +14,7 @@ from autoplan.arrange import arranged
 from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
-from autoplan.plan import Plan
+from autoplan.plan import Plan, served_by
 from autoplan.price import Pricer, precision_left
 from autoplan.replay import Durations, Step, Timeline, by_rank, durations, received_bytes, replay, stage_memory, stage_widths
 from autoplan.workload import load_of, model_of
@@ -98,9 +98,13 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
             if step.zero == 3:
                 add("all_gather", "dp", "backward", unit * width.parameter, m)
             add("reduce_scatter", "dp", "reduce", int(unit * share) * width.gradient, 1 if step.zero == 1 else m)
-    elif step.degree("dp") > 1:
+    elif step.degree("dp") > 1 and step.sync == "allreduce":
         total = load.trained_elements * width.gradient
         add("all_reduce", "dp", "reduce", total, 1)
+    elif step.degree("dp") > 1:
+        weights = load.trained_elements * (width.master or width.parameter)
+        add("push", "dp", "reduce", load.trained_elements * width.gradient, 1)
+        add("pull", "dp", "update", weights, 1)
     for axis, num_bytes in load.deferred:
         add("all_reduce", axis, "reduce", num_bytes, 1)
     if load.tied_bytes and len(step.stage_ranks) > 1:
@@ -141,7 +145,10 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
     loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
     first = programs[0]
-    step = Step(first.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks, overlap)
+    step = Step(
+        plan.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks,
+        overlap, plan.sync, len(served_by(plan)),
+    )  # fmt: skip
     told = assemble(loads, step, model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision), pricer)
     # the programs move what the model was captured with; another precision is priced, not lowered
     return replace(told, collectives=program_uses(programs)) if precision_left(graph, plan.precision) in (None, "fp32") else told

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.constraints import Constraints
+from autoplan.sync import allows_mesh, is_served
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -60,6 +61,8 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
             dp = world_size // tp // pp
             if pp > max_stages or batch % dp or not _allows(constraints.tp, tp) or not _allows(fixed_pp, pp) or not _allows(constraints.dp, dp):
                 continue
+            if not allows_mesh(constraints, pp, dp, tp):
+                continue
             if constraints.zero_group is not None and dp % constraints.zero_group:
                 continue
             share = batch // dp
@@ -82,6 +85,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
 def storings(constraints: Constraints) -> tuple[Storing, ...]:
     """The ways of saving memory that the constraints leave."""
     free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
+    free = (0,) if is_served(constraints) else free  # servers keep states
     zeros = (constraints.zero,) if constraints.zero is not None else free
     recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
     return tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)

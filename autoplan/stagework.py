@@ -99,7 +99,7 @@ class Work:
             + shard
         )
         largest = max(b.point.parameter_elements for b in self.blocks) * width.parameter if zero == 3 else 0
-        bucket = BUCKET_BYTES if zero == 0 and step.degree("dp") > 1 else 0
+        bucket = BUCKET_BYTES * (step.degree("dp") if step.sync == "ps" else 1) if zero == 0 and step.degree("dp") > 1 else 0
         received = 2 * max(b.leave_bytes for b in self.blocks) if step.degree("pp") > 1 else 0
         fixed = largest + bucket + received + max(b.transient_bytes for b in self.blocks) + self.buffer_bytes(0, len(self.outline.graph.blocks))
         rest = trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed

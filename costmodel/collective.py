@@ -10,6 +10,8 @@ A tier carries what the group's ports carry, shared with the twins that leave th
              times (p-1) / peers where devices are wired to each other without a switch
     ring   : base + steps * latency + volume / (rate of the slowest tier); steps = p-1 (all_reduce 2(p-1))
     tree   : base + 2 ceil(log2 p) latency + 2 n / rate                       (all_reduce: small messages)
+    push   : base + latency + max over tiers of max(t (p - i) / s, i (s - t) / s) n / rate      (pull alike, the other way)
+             s servers, of which t = ceil(s i / p) are in a domain with i of the p ranks: what comes in, and what goes out
     levels : base + sum over tiers of steps * latency + (fan-1)/fan n / rate  (all_reduce twice), fan = domains joined
 
 A strided group has one member a node and as many twins at the node's ports as fit between its members. Where devices of a node share
@@ -65,6 +67,8 @@ def collective_s(collective: Collective, cluster: Cluster, calibration: Calibrat
         return _send_s(collective, cluster, calibration)
     if p <= 1 or n == 0:
         return 0.0
+    if collective.kind in ("push", "pull"):
+        return _served_s(collective, cluster, calibration)
     path = levels(group, cluster, calibration)
     base = max(level.base_s for level in path)
     rate = min(level.rate_bytes_per_s for level in path)
@@ -81,6 +85,20 @@ def collective_s(collective: Collective, cluster: Cluster, calibration: Calibrat
     if collective.kind == "all_reduce":
         best = min(best, 2 * sum(math.ceil(math.log2(level.fan)) * level.tier.latency_s for level in path) + 2 * n / rate)
     return base + best
+
+
+def _served_s(collective: Collective, cluster: Cluster, calibration: Calibration) -> float:
+    p, s, path = collective.group.size, collective.num_servers, levels(collective.group, cluster, calibration)
+    assert s > 0, f"a {collective.kind} has at least one server"
+    moved = [served_share(s, p, level.inside) * collective.num_bytes / level.rate_bytes_per_s for level in path]
+    return max(level.base_s for level in path) + max(level.tier.latency_s for level in path) + max(moved)
+
+
+def served_share(num_servers: int, num_ranks: int, inside: int = 1) -> float:
+    """What crosses the border of the busiest domain with `inside` ranks, as a share of one rank's gradients."""
+    servers = math.ceil(num_servers * inside / num_ranks)
+    without = inside if servers * num_ranks > num_servers * inside else 0  # some domain has fewer servers: all of its ranks' goes out
+    return max(servers * (num_ranks - inside) / num_servers, inside * (num_servers - servers) / num_servers, without)
 
 
 def _send_s(collective: Collective, cluster: Cluster, calibration: Calibration) -> float:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
+from costmodel.collective import served_share
 from costmodel.measure import OPTIMIZERS, NotMeasurableError, Resolve, measure, measure_optimizer, resolve_aten
 from costmodel.opclass import op_class
 from costmodel.opkey import Collective, OpKey, OpTime
@@ -136,11 +137,13 @@ class MeasuredPrices:
         node = self.cluster.groups[0]
         inside = self.cluster.node_of(group.start) == self.cluster.node_of(group.start + (group.size - 1) * group.stride)
         world = node.devices_per_node
-        size = group.size if collective.kind != "send" else 2
-        found = self.profile.link(collective.kind, size, world) if inside and node.device.kind == self.profile.env.kind else None
+        served = collective.kind in ("push", "pull")  # messages to and from servers
+        kind = "send" if served else collective.kind
+        size = group.size if kind != "send" else 2
+        found = self.profile.link(kind, size, world) if inside and node.device.kind == self.profile.env.kind else None
         if found is None:
             return self.fallback.collective(collective)
-        return found.seconds(collective.num_bytes)
+        return found.seconds(collective.num_bytes * (served_share(collective.num_servers, group.size) if served else 1.0))
 
     def optimizer_s(self, num_elements: int, optimizer: str, num_bytes_per_element: float, device: int = 0) -> float:
         """Torch's own step on a million elements, in proportion; the formula for optimizers that are not known."""

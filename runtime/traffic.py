@@ -22,7 +22,7 @@ FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of tho
     any, where the schedule splits the backward pass: as ZeRO-1
 
 Parameter servers (runtime/partition.py), W bytes of gradients, p workers, s servers: push W and pull W; a server push_in and
-pull_out p W / s each. Pulls belong to the optimizer's step, in the phase "update".
+pull_out p W / s each (asynchronous servers are no part of a worker's step). Pulls belong to the optimizer's step, in the phase "update".
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def _server_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
         for bucket in own:
             is_here = bucket.server == coordinates.get("dp", 0)
             for role, served, phase in (("push", "push_in", "reduce"), ("pull", "pull_out", "update")):
-                if bucket.summed or role == "pull":
+                if bucket.summed or role == "pull" or program.sync == "async":
                     yield role, "dp", phase, bucket.num_bytes
-                    if is_here:
+                    if is_here and program.sync == "ps":  # what an asynchronous server does in a step is not its worker's step
                         yield served, "dp", phase, bucket.num_bytes * workers

@@ -74,11 +74,12 @@ def default_precision(asked: str | None, cluster: Cluster) -> str | None:
 def read_constraints(fixed: Mapping[str, Any]) -> Constraints:
     """Constraints from options; None: searched. Raises UsageError."""
     values = dict(fixed)
-    if values.get("stage_layers") is not None:
-        words = values["stage_layers"].split(",")
-        if not all(word.strip().isdigit() for word in words):
-            raise UsageError(f"--stage-layers {values['stage_layers']}: expected numbers like 8,8,8,8")
-        values["stage_layers"] = tuple(int(word) for word in words)
+    for name in ("stage_layers", "servers"):
+        if values.get(name) is not None:
+            words = values[name].split(",")
+            if not all(word.strip().isdigit() for word in words):
+                raise UsageError(f"--{name.replace('_', '-')} {values[name]}: expected numbers like {'8,8,8,8' if name == 'stage_layers' else '0,2'}")
+            values[name] = tuple(int(word) for word in words)
     if values.get("max_memory_bytes") is not None:
         values["max_memory_bytes"] = read_bytes(values["max_memory_bytes"], "--max-memory")
     return Constraints(**values)
