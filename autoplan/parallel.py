@@ -123,6 +123,8 @@ class ParallelModel:
         plan = self._for_graph(self._planned(graph), graph, batch)
         check_plan(plan, graph, _world_size())
         graph = arranged(graph, plan)
+        if plan.sync == "async":
+            raise UsageError("asynchronous plans can be priced, not run yet: plan with sync='ps' or 'allreduce'")
         batch = cast_batch(batch, precision)
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
