@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoplan.batchaxis import needs_exchange
-from autoplan.graph import Graph, Op, Option, options
+from autoplan.graph import Graph, Op, Option, insides, options
 from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
@@ -165,9 +165,8 @@ def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, s
     op, operands, outputs = local.graph.ops[index], local.operands(index), local.graph.ops[index].outputs
     time = local.op_time(index, option)
     forward_s, backward_s = time.forward_s, time.backward_s
-    loop = next((loop for loop in op.loops if loop.label == option.label), None)
     uses: list[Use] = []
-    for kind, (side, position), phase, part in loop.inner if loop else ():
+    for kind, (side, position), phase, part in insides(local.graph, op, option.label):
         num_bytes = int(local.num_bytes((operands if side == "in" else outputs)[position]) * part)
         uses.append(Use(_collective_kind(kind), phase, num_bytes))
         seconds = local.pricer.collective(_collective_kind(kind), num_bytes, group)
@@ -234,8 +233,7 @@ def data_uses(local: LocalGraph, indices: tuple[int, ...], given: tuple[str, ...
     inner: list[Use] = []
     for index in indices:
         op, option = graph.ops[index], local.batch_options[index]
-        loop = next((loop for loop in op.loops if loop.label == option.label), None)
-        for kind, (side, position), phase, part in loop.inner if loop else ():
+        for kind, (side, position), phase, part in insides(graph, op, option.label):
             name = (op.operands if side == "in" else op.outputs)[position]
             inner.append(Use(_collective_kind(kind), phase, int(local.whole_bytes(name) * part)))
         for name, dst in zip(local.operands(index), option.reads, strict=True):

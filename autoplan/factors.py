@@ -178,6 +178,8 @@ def _loops(
             if kind == "map" and not (writes and all(writes)):
                 continue
             special = sign.inner.get(label)
+            if special is not None and special.contiguous and k > 0:
+                continue
             loops.append(
                 Loop(
                     label if len(below) == 1 else f"{label}.{k}",
@@ -187,7 +189,7 @@ def _loops(
                     tuple(where[0] if where else None for where in writes),
                     special.lowering if special else "",
                     special.collectives if special else (),
-                    special.minimum if special else 1,
+                    -(-special.minimum // prod(sizes[leaf] for leaf in below[k + 1 :])) if special else 1,
                     special.even if special else False,
                 )
             )

@@ -178,6 +178,20 @@ class Graph:
         return tuple(v for v in self.values.values() if v.kind == "input")
 
 
+def insides(graph: Graph, op: Op, label: str) -> tuple[Inside, ...]:
+    """The collectives that `op` issues itself where the loop `label` is divided: none backward for what has no gradient."""
+    loop = next((loop for loop in op.loops if loop.label == label), None)
+    if loop is None or not loop.inner:
+        return ()
+    has_grad = any(graph.values[name].requires_grad for name in op.outputs)
+
+    def occurs(inside: Inside) -> bool:
+        side, position = inside.where
+        return inside.phase == "forward" or (has_grad and (side == "out" or graph.values[op.operands[position]].requires_grad))
+
+    return tuple(inside for inside in loop.inner if occurs(inside))
+
+
 def options(graph: Graph, op: Op, degree: int) -> tuple[Option, ...]:
     """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, then partial sums."""
     operands, outputs = op.operands, op.outputs

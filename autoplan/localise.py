@@ -158,6 +158,10 @@ def _group_norm(local: _Local) -> Changes:
     return {"num_groups": groups * local.outputs[0][1] // local.dense[1]}
 
 
+def _resize(local: _Local) -> Changes:
+    return {"output_size": local.outputs[0][2:]} if local.args.get("output_size") is not None else {}
+
+
 def _nothing(local: _Local) -> Changes:
     return {}
 
@@ -179,4 +183,5 @@ _REWRITES: Mapping[str, Callable[[_Local], Changes]] = {
     "aten.narrow": _narrow,
     **{f"aten.{name}": _conv for name in CONVOLUTIONS},
     "aten.group_norm": _group_norm,
+    **{f"aten.{kind}{k}d": _resize for kind in ("upsample_nearest", "_upsample_nearest_exact") for k in (1, 2, 3)},
 }

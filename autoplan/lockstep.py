@@ -42,7 +42,7 @@ class _Meeting:
 
 
 class _ThreadGroup(dist.ProcessGroup):
-    """A process group whose ranks are threads. Only what the operators of `runtime.sharded` use: all-reduce."""
+    """A process group whose ranks are threads. Only what the operators of `runtime.sharded` use: all-reduce and all-to-all."""
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -64,9 +64,23 @@ class _ThreadGroup(dist.ProcessGroup):
                 tensor.copy_(parts.amax(0))
             else:
                 raise ValueError(f"threads in lock-step can sum and take the maximum, asked {op}")
-        done: torch.futures.Future = torch.futures.Future()
-        done.set_result(tensors)
-        return _create_work_from_future(done)
+        return _over(tensors)
+
+    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None) -> Any:
+        sent = self._meeting.exchange(self._rank, input)
+        sizes = self._meeting.exchange(self._rank, torch.tensor(input_sizes or [input.shape[0] // self._size] * self._size))
+        found = [x.split(lengths.tolist())[self._rank] for x, lengths in zip(sent, sizes, strict=True)]
+        if output_sizes and [x.shape[0] for x in found] != list(output_sizes):
+            raise ValueError(f"rank {self._rank} expects {output_sizes} rows of the others, they send {[x.shape[0] for x in found]}")
+        output.copy_(torch.cat(found))
+        return _over([output])
+
+
+def _over(tensors: list[torch.Tensor]) -> Any:
+    """A work that is over."""
+    done: torch.futures.Future = torch.futures.Future()
+    done.set_result(tensors)
+    return _create_work_from_future(done)
 
 
 def run_lockstep(fn: Callable[..., T], *degrees: int) -> list[T]:

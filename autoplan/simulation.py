@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoplan.graph import Graph, Option
+from autoplan.graph import Graph, Option, insides
 from autoplan.layout import PARTIAL, VARY, Layout, Split
 from autoplan.lockstep import run_lockstep
 from autoplan.operands import DOMAINS, FLOATS, random_operands
@@ -48,7 +48,6 @@ class Simulation:
     def __init__(self, graph: Graph, option: Option, ranks: Ranks) -> None:
         (op,) = graph.ops
         self.graph, self.op, self.option, self.ranks = graph, op, option, ranks
-        self.loop = next((loop for loop in op.loops if loop.label == option.label), None)
         self.reads = dict(zip(op.operands, option.reads, strict=True))
         self.writes = dict(zip(op.outputs, option.writes, strict=True))
 
@@ -76,7 +75,7 @@ class Simulation:
             layout = self.reads[name]
             grads[name] = joined_grad(f"gradient of {name}", [r.grads[name] for r in results], self._dims(name), layout, self._lengths(name, layout))
         worst = max(distance(outputs, dense.outputs, "output"), distance(grads, dense.grads, "gradient of"))
-        self._check_traffic([traffic for _, traffic in ranks], dense)
+        self._check_traffic([traffic for _, traffic in ranks])
         return worst
 
     def _dims(self, name: str) -> Dims:
@@ -146,13 +145,12 @@ class Simulation:
             grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
         return _Result({name: y.detach() for name, y in outputs.items()}, grads)
 
-    def _check_traffic(self, ranks: list[list[tuple[str, str, int]]], dense: _Result) -> None:
+    def _check_traffic(self, ranks: list[list[tuple[str, str, int]]]) -> None:
         """What the ranks sent inside the operator is what its loop declares, in elements."""
         declared = []
-        for kind, (side, i), phase, part in self.loop.inner if self.loop else ():
+        for kind, (side, i), phase, part in insides(self.graph, self.op, self.option.label):
             names = self.op.operands if side == "in" else self.op.outputs
-            if phase == "forward" or dense.grads:
-                declared.append((kind, phase, math.prod(self.graph.values[names[i]].spec.shape) * part))
+            declared.append((kind, phase, math.prod(self.graph.values[names[i]].spec.shape) * part))
         together: Counter[tuple[str, str, int]] = Counter()
         for index, sent in enumerate(ranks):
             found = Counter((kind, phase, num_bytes // 8) for kind, phase, num_bytes in sent)

@@ -139,6 +139,7 @@ class Emitter:
     def _specialised(self, op: Op, instr: Instr, chosen: Sequence[Option], writes: Mapping[str, Layouts]) -> Instr:
         """Swap in the runtime function of divided loops, and tell random and counting operators where they are."""
         divided: list[str] = []
+        dims: list[int] = []
         target = ""
         for axis, option in zip(self.axes, chosen, strict=True):
             loop = next((loop for loop in op.loops if loop.label == option.label), None)
@@ -146,9 +147,12 @@ class Emitter:
                 assert target in ("", loop.lowering), f"{op.name}: {target} and {loop.lowering} cannot be combined"
                 target = loop.lowering
                 divided.append(axis.name)
+                dims.append(loop.reads[0].dim if loop.reads[0] is not None else -1)
         extra: list[tuple[str, Arg]] = []
         if target:
             extra.append(("axis", divided[0] if len(divided) == 1 else tuple(divided)))
+        if target.startswith("runtime.halo_"):
+            extra.append(("dims", tuple(dims)))
         if target == "runtime.sync_batch_norm":
             extra.append(("count", self._statistics_count(op)))
         if op.random and instr.target.startswith("runtime."):

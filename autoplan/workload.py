@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.blockprices import VIEWS
 from autoplan.flops import backward_flops, flops
-from autoplan.graph import Graph, Op
+from autoplan.graph import Graph, Op, insides
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
 from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
 from costmodel.opkey import CollectiveKind, OpKey, OpTime
@@ -150,7 +150,7 @@ class _Reader:
         if op is None:
             return
         if swapped:
-            self._inner(instr, op, operands, has_grad, tally)
+            self._inner(instr, op, operands, tally)
         if has_grad:
             self._saved(instr, op, operands, tally)
 
@@ -166,20 +166,22 @@ class _Reader:
         )
         return self.pricer.op(key)
 
-    def _inner(self, instr: Instr, op: Op, operands: list[str], has_grad: bool, tally: _Tally) -> None:
-        axes = dict(instr.kwargs).get("axis")
-        loop = next((loop for loop in op.loops if loop.lowering == instr.target), None)
-        if loop is None:
-            return
+    def _inner(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
+        kwargs = dict(instr.kwargs)
+        axes, dims = kwargs.get("axis"), kwargs.get("dims")
         names = axes if isinstance(axes, tuple) else (axes,)
-        for axis in names:
+        for number, axis in enumerate(names):
+            dim = dims[number] if isinstance(dims, tuple) else None
+            fitting = (loop for loop in op.loops if loop.lowering == instr.target and (dim is None or (loop.reads[0] and loop.reads[0].dim == dim)))
+            loop = next(fitting, None)
+            if loop is None:
+                return
             assert isinstance(axis, str)
-            for kind, (side, position), phase, part in loop.inner:
+            for kind, (side, position), phase, part in insides(self.graph, op, loop.label):
                 name = operands[position] if side == "in" else op.outputs[position]
                 where = (loop.reads if side == "in" else loop.writes)[position]
-                if phase == "forward" or has_grad:
-                    size = self.size(name) * (self.degrees.get(axis, 1) if where is not None else 1)
-                    self._move(kind, axis, phase, int(size * part), tally)  # type: ignore[arg-type]
+                size = self.size(name) * (self.degrees.get(axis, 1) if where is not None else 1)
+                self._move(kind, axis, phase, int(size * part), tally)  # type: ignore[arg-type]
 
     def _saved(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
         if len(operands) != len(op.operands) or (instr.target.split(".")[1] != op.instr.target.split(".")[1] and not instr.target.startswith("runtime.")):

@@ -58,8 +58,8 @@ class Part(NamedTuple):
         assert x.shape[self.dim] == length, f"dimension {self.dim} of {tuple(x.shape)} should have {length} entries: {self} over {num_parts}"
 
 
-def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
-    """Run one collective to its end, recorded. `issue` starts it and returns its work (None: it is over already).
+def complete(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> Any:
+    """Run one collective to its end; the recorder's mark at its begin. `issue` starts it and returns its work (None: it is over already).
 
     Raises CommunicationError naming rank, axis and kind, and StageError where another rank fails meanwhile.
     """
@@ -75,7 +75,12 @@ def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> Non
             f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)}) failed after "
             f"{time.perf_counter() - start_s:.1f} s of at most {axis.timeout_s:g} s: {error}"
         ) from error
-    axis.recorder.add(kind, axis.name, num_bytes, start)
+    return start
+
+
+def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
+    """`complete`, recorded as one collective."""
+    axis.recorder.add(kind, axis.name, num_bytes, complete(axis, kind, num_bytes, issue))
 
 
 def raw_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:

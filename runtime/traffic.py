@@ -13,6 +13,8 @@ Instruction outputs hold *local* specs; the bytes of a collective are those of t
     all_to_all       p n             all_to_all p n
     vocab_cross_entropy              3 all_reduces of a row statistic each, 4 with label smoothing; none backward
     sync_batch_norm                  all_reduces of C + 1 and C; backward 2 of C, on each axis
+    sync_group_norm                  2 all_reduces of n G forward, 2 backward, on each axis
+    halo_conv, halo_max_pool, ...    sends of rows to both neighbours, and back: runtime/window_traffic.py
 
 FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of those with gradients, m micro-batches:
 
@@ -38,6 +40,7 @@ from runtime.partition import Tensor, buckets, partition, servers_of
 from runtime.program import BlockCode, Body, Program, StageCode, Stored
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
+from runtime.window_traffic import WINDOWED, exchanged_rows
 
 Move = tuple[str, str, str, int]  # kind, axis, phase, bytes
 Coordinates = Mapping[str, int]
@@ -45,11 +48,12 @@ Coordinates = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A collective of one instruction in one pass."""
+    """A collective of one instruction in one pass. `towards`: of a message, which neighbour it goes to (-1, 1)."""
 
     kind: str
     axis: str
     num_bytes: int
+    towards: int = 0
 
 
 def traffic(program: Program, coordinates: Coordinates) -> tuple[Traffic, ...]:
@@ -69,7 +73,7 @@ def moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
     for stage in program.stages:
         for count in dict.fromkeys(rows):
             body = next(body for body in stage.bodies if body.rows == count)
-            yield from tuple(_body_moves(program, stage, body, sizes)) * rows.count(count)
+            yield from tuple(_body_moves(program, stage, body, coordinates)) * rows.count(count)
         if sharding(program) > 1:
             yield from _fsdp_moves(program, stage, len(rows))
     yield from _reduction_moves(program, coordinates)
@@ -112,6 +116,10 @@ def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[s
         channels = _channel_bytes(instr, specs)
         counted = 0 if dict(instr.kwargs).get("count") is not None else channels // _channels(instr, specs)
         return tuple(Use("all_reduce", axis, channels + counted) for axis in axes) + tuple(Use("all_reduce", axis, channels) for axis in axes)
+    if instr.target in WINDOWED:
+        return tuple(use for a, before, after, row in exchanged_rows(instr, specs) if a in axes for use in _sends(a, after * row, before * row))
+    if name == "sync_group_norm":
+        return tuple(Use("all_reduce", axis, _group_bytes(instr, specs)) for axis in axes) * 2
     kind = {"all_gather_vary": "all_gather"}.get(name, name)
     return (Use(kind, axes[0], _value_bytes(instr, name, sizes[axes[0]])),) if name in _FORWARD else ()
 
@@ -135,7 +143,22 @@ def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[
     name = instr.target.removeprefix("runtime.")
     if name == "sync_batch_norm":
         return tuple(Use("all_reduce", axis, _channel_bytes(instr, specs)) for axis in axes for _ in range(2))
+    if instr.target in WINDOWED:
+        return tuple(use for a, before, after, row in exchanged_rows(instr, specs) if a in axes for use in _sends(a, before * row, after * row))
+    if name == "sync_group_norm":
+        return tuple(Use("all_reduce", axis, _group_bytes(instr, specs)) for axis in axes) * 2
     return (Use(_BACKWARD[name], axes[0], _value_bytes(instr, name, sizes[axes[0]])),) if name in _BACKWARD else ()
+
+
+def _sends(axis: str, to_before: int, to_after: int) -> tuple[Use, ...]:
+    return tuple(Use("send", axis, size, towards) for size, towards in ((to_before, -1), (to_after, 1)) if size)
+
+
+def _group_bytes(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
+    """One statistic of every row and group."""
+    num_groups = instr.args[1]
+    assert isinstance(num_groups, int)
+    return _first(instr, specs).shape[0] * num_groups * _wide_bytes(_first(instr, specs).dtype)
 
 
 def _value_bytes(instr: Instr, name: str, num_ranks: int) -> int:
@@ -193,16 +216,23 @@ def local_shape(stored: Stored, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _body_moves(program: Program, stage: StageCode, body: Body, sizes: Mapping[str, int]) -> Iterator[Move]:
+def _reaches(use: Use, sizes: Mapping[str, int], coordinates: Coordinates) -> bool:
+    """Whether a message has a receiver: ranks at the ends of an axis have one neighbour."""
+    return use.towards == 0 or 0 <= coordinates.get(use.axis, 0) + use.towards < sizes[use.axis]
+
+
+def _body_moves(program: Program, stage: StageCode, body: Body, coordinates: Coordinates) -> Iterator[Move]:
+    sizes = dict(program.axes)
     specs, found = body_specs(stage, body, sizes), flow(stage, body)
     for block in body.blocks:
         for instr in block.instrs:
-            for use in forward_uses(instr, specs, sizes):
+            for use in (use for use in forward_uses(instr, specs, sizes) if _reaches(use, sizes, coordinates)):
                 yield use.kind, use.axis, "forward", use.num_bytes
                 if block.recompute != "none" and is_recomputed(block, found):
                     yield use.kind, use.axis, "backward", use.num_bytes
             if gradient_passes(instr, found):
-                yield from ((use.kind, use.axis, "backward", use.num_bytes) for use in backward_uses(instr, specs, sizes))
+                back = (use for use in backward_uses(instr, specs, sizes) if _reaches(use, sizes, coordinates))
+                yield from ((use.kind, use.axis, "backward", use.num_bytes) for use in back)
     ranks = program.stage_ranks
     for transfer in body.sends:
         if ranks[transfer.dst] != ranks[transfer.src]:

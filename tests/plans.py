@@ -97,6 +97,20 @@ def random_splits(graph: Graph, tp: int, seed: int) -> dict[str, dict[str, str]]
     return chosen
 
 
+def domain_splits(graph: Graph, tp: int, dim: int = 2) -> dict[str, dict[str, str]]:
+    """Every op that can divides the positions of dimension `dim` of the first input: domain parallelism."""
+    positions = graph.inputs()[0].dims[dim][0]
+    chosen: dict[str, dict[str, str]] = {}
+    for block in graph.blocks:
+        picks = chosen.setdefault(block.pattern, {})
+        for op in graph.ops[block.start : block.stop] if not picks else ():
+            labels = {loop.label for loop in op.loops if loop.factor == positions}
+            found = [option.label for option in options(graph, op, tp) if option.label in labels]
+            if found:
+                picks[op.name] = found[0]
+    return chosen
+
+
 def _readable(graph: Graph, op: Op, option: Option, produced: Mapping[str, Layout], block_start: int) -> bool:
     loop = next((loop for loop in op.loops if loop.label == option.label), None)
     if loop is not None and loop.factor == graph.batch_factor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 from autoplan.graph import Inside
 from autoplan.rules.signature import Call, Inner, Signature, aligned, integer, labels, sign
 
@@ -21,10 +24,14 @@ def over_last(call: Call) -> Signature:
 
 
 def over_groups(call: Call) -> Signature:
-    """group_norm(x[n, (g c), ...], groups, weight[(g c)], bias[(g c)])."""
+    """group_norm(x[n, (g c), ...], groups, weight[(g c)], bias[(g c)]): positions are divided with the statistics summed over the ranks."""
     groups = integer(call.args["num_groups"])
     shape = call.inputs[0].shape
-    fields = {"whole": "c s*", "sizes": {"g": groups, "c": shape[1] // groups}}
+    length = math.prod(shape[2:]) * shape[1] // groups
+    wide = 2 if call.inputs[0].dtype in ("bfloat16", "float16") else 1  # statistics are summed in 32 bits
+    parts = tuple(Inside("all_reduce", ("in", 0), phase, Fraction(wide, length)) for phase in ("forward", "backward") for _ in range(2))
+    inner = {f"s{k}": Inner("map", "runtime.sync_group_norm", parts, even=True) for k in range(len(shape) - 2)}
+    fields = {"whole": "c", "sizes": {"g": groups, "c": shape[1] // groups}, "inner": inner}
     return sign(call, "n (g c) s*" + ", (g c)" * (len(call.inputs) - 1) + " -> n (g c) s*", **fields)
 
 

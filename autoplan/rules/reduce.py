@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import OPAQUE, Call, Dims, Signature, integers, labels
+from autoplan.rules.signature import OPAQUE, Call, Dims, Inner, Signature, integers, labels
 
 
 def reduced(call: Call) -> tuple[frozenset[int], bool]:
@@ -28,8 +28,14 @@ def total(call: Call) -> Signature:
 
 
 def average(call: Call) -> Signature:
-    """mean: what it averages stays whole, since a rank's share of the elements need not be one over the ranks."""
+    """mean: pooling over several dimensions leaves a partial sum where ranks hold equally many elements.
+
+    What a mean over one dimension averages stays whole: norms that are written out would have one choice more at every operator.
+    """
     read, write, gone = _shrunk(call)
+    if len(gone) > 1:
+        inner = dict.fromkeys(sorted(gone), Inner("sum", "runtime.mean_part", even=True))
+        return Signature((read,), (write,), inner=inner, linear=_unless_cast(call))
     return Signature((read,), (write,), whole=gone, linear=_unless_cast(call))
 
 

@@ -38,6 +38,7 @@ class Inner:
     collectives: tuple[Inside, ...] = ()
     minimum: int = 1
     even: bool = False
+    contiguous: bool = False  # a rank's part has to be one run of the label: only its outermost factor is divided
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import autoplan
 from autoplan.frontend import capture
 from runtime.traffic import traffic
-from tests.plans import manual_plan, random_splits
+from tests.plans import domain_splits, manual_plan, random_splits
 from tests.zoo import ZOO
 
 TINY = 1e-4  # a gradient this small beside the global norm counts as zero and is measured against the global norm
@@ -28,7 +28,8 @@ TINY = 1e-4  # a gradient this small beside the global norm counts as zero and i
 class Case:
     """One plan to try on one model.
 
-    `constraints`: search; else `plan` are keyword arguments of `manual_plan`, and `splits_seed` draws random splits.
+    `constraints`: search; else `plan` are keyword arguments of `manual_plan`, `splits_seed` draws random splits, and
+    `domain` divides that dimension of the input's positions wherever an operator can.
     """
 
     model: str
@@ -38,9 +39,10 @@ class Case:
     dtype: str = "float32"
     optimizer: str = "SGD"
     steps: int = 2
+    domain: int | None = None
 
     def __str__(self) -> str:
-        how = self.constraints if self.constraints is not None else {**self.plan, "splits": self.splits_seed}
+        how = self.constraints if self.constraints is not None else {**self.plan, "splits": self.splits_seed, "domain": self.domain}
         return f"{self.model} {' '.join(f'{k}={v}' for k, v in how.items())} {self.dtype} {self.optimizer}"
 
 
@@ -121,6 +123,7 @@ def _parallel(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -
     graph = capture(model, batch)
     tp = case.plan.get("tp", 1)
     splits = random_splits(graph, tp, case.splits_seed) if case.splits_seed is not None else None
+    splits = domain_splits(graph, tp, case.domain) if case.domain is not None else splits
     return autoplan.parallelize(model, batch, plan=manual_plan(graph, splits=splits, **case.plan))
 
 

@@ -1,0 +1,182 @@
+"""Windowed operators whose positions are divided: the plain operator on rows that runtime/sharded/halo.py completes.
+
+Arguments are those of the ATen operators. `axis` and `dims` go together: dims[i] of the input is divided over axis i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.mesh import Axis
+from runtime.sharded.halo import Fill, halo, transposed_halo, window_halo
+
+Sizes = int | Sequence[int]
+Axes = Axis | Sequence[Axis]
+
+
+def spread(value: Sizes, rank: int, default: Sequence[int] = ()) -> list[int]:
+    """An argument of one number or of one a dimension, as the latter; an empty one is `default`."""
+    if isinstance(value, int):
+        return [value] * rank
+    values = list(value) or list(default)
+    return values * rank if len(values) == 1 else values
+
+
+def same_padding(padding: Sizes | str, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """Padding as numbers. "same" needs an odd extent, so that both sides are padded alike."""
+    if not isinstance(padding, str):
+        return spread(padding, len(kernel))
+    extents = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if padding == "same" and any(extent % 2 for extent in extents):
+        raise ValueError(f"padding='same' of kernels {list(kernel)} pads one side more: positions cannot be divided")
+    return [extent // 2 if padding == "same" else 0 for extent in extents]
+
+
+def _pairs(axis: Axes, dims: Sequence[int]) -> list[tuple[Axis, int]]:
+    axes = (axis,) if isinstance(axis, Axis) else tuple(axis)
+    if len(set(dims)) != len(dims):
+        raise ValueError(f"axes {[owner.name for owner in axes]} divide dimensions {list(dims)}: rows are exchanged along one axis a dimension")
+    return list(zip(axes, dims, strict=True))
+
+
+def halo_conv(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    *,
+    axis: Axes,
+    dims: Sequence[int],
+) -> torch.Tensor:
+    """`aten.conv1d/2d/3d` of this rank's rows. Gradients of weight and bias are this rank's partial sums."""
+    kernel = list(weight.shape[2:])
+    rank = len(kernel)
+    strides, dilations = spread(stride, rank), spread(dilation, rank)
+    paddings = same_padding(padding, kernel, dilations)
+    for owner, dim in _pairs(axis, dims):
+        i = dim - 2
+        before, after = window_halo(kernel[i], strides[i], paddings[i], dilations[i])
+        input, paddings[i] = halo(input, dim, before, after, owner), 0
+    return (F.conv1d, F.conv2d, F.conv3d)[rank - 1](input, weight, bias, strides, paddings, dilations, groups)
+
+
+def halo_conv_transpose(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+    *,
+    axis: Axes,
+    dims: Sequence[int],
+) -> torch.Tensor:
+    """`aten.conv_transpose1d/2d/3d` of this rank's rows: more output than its share is made, and cut."""
+    kernel = list(weight.shape[2:])
+    rank = len(kernel)
+    strides, paddings, extras, dilations = (spread(value, rank) for value in (stride, padding, output_padding, dilation))
+    wanted: list[tuple[int, int, int]] = []  # dimension, first row and number of rows of the output to keep
+    for owner, dim in _pairs(axis, dims):
+        i = dim - 2
+        before, after = transposed_halo(kernel[i], strides[i], paddings[i], dilations[i])
+        wanted.append((dim, before * strides[i] + paddings[i], input.shape[dim] * strides[i]))
+        input, paddings[i] = halo(input, dim, before, after, owner), 0
+        made = (input.shape[dim] - 1) * strides[i] + dilations[i] * (kernel[i] - 1) + 1
+        extras[i] = max(0, wanted[-1][1] + wanted[-1][2] - made)
+    operator = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+    y = operator(input, weight, bias, strides, paddings, extras, groups, dilations)
+    for dim, start, length in wanted:
+        y = y.narrow(dim, start, length)
+    return y.contiguous()
+
+
+def _pooled(x: torch.Tensor, kernel: list[int], strides: list[int], paddings: list[int], dilations: list[int], pairs: Any, fill: Fill) -> torch.Tensor:
+    """x with its halos; `paddings` becomes 0 where they are in it."""
+    first = x.dim() - len(kernel)
+    for owner, dim in pairs:
+        i = dim - first
+        before, after = window_halo(kernel[i], strides[i], paddings[i], dilations[i])
+        x, paddings[i] = halo(x, dim, before, after, owner, fill), 0
+    return x
+
+
+def halo_max_pool(
+    input: torch.Tensor,
+    kernel_size: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    *,
+    axis: Axes,
+    dims: Sequence[int],
+) -> torch.Tensor:
+    """`aten.max_pool1d/2d/3d` of this rank's rows."""
+    return _pool(_max_pools, "lowest", input, kernel_size, stride, padding, dilation, axis, dims)
+
+
+def halo_avg_pool(
+    input: torch.Tensor,
+    kernel_size: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    axis: Axes,
+    dims: Sequence[int],
+) -> torch.Tensor:
+    """`aten.avg_pool1d/2d/3d` of this rank's rows; padding counts."""
+    pools = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+
+    def pool(rank: int, x: torch.Tensor, kernel: list[int], strides: list[int], paddings: list[int], dilations: list[int]) -> torch.Tensor:
+        extra = () if rank == 1 else (divisor_override,)
+        return pools[rank - 1](x, kernel, strides, paddings, False, True, *extra)
+
+    return _pool(pool, "zero", input, kernel_size, stride, padding, 1, axis, dims)
+
+
+def _max_pools(rank: int, x: torch.Tensor, kernel: list[int], strides: list[int], paddings: list[int], dilations: list[int]) -> torch.Tensor:
+    return (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1](x, kernel, strides, paddings, dilations)
+
+
+def _pool(
+    pool: Callable[..., torch.Tensor],
+    fill: Fill,
+    x: torch.Tensor,
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    axis: Axes,
+    dims: Sequence[int],
+) -> torch.Tensor:
+    pairs = _pairs(axis, dims)
+    rank = len(kernel_size) if not isinstance(kernel_size, int) else x.dim() - 2
+    kernel = spread(kernel_size, rank)
+    strides, paddings, dilations = spread(stride, rank, kernel), spread(padding, rank), spread(dilation, rank)
+    x = _pooled(x, kernel, strides, paddings, dilations, pairs, fill)
+    return pool(rank, x, kernel, strides, paddings, dilations)
+
+
+def adaptive_average_part(x: torch.Tensor, output_size: Sizes, *, axis: Axes) -> torch.Tensor:
+    """This rank's share of `aten.adaptive_avg_pool1d/2d/3d` to one position, of positions that are divided evenly."""
+    positions = tuple(range(x.dim() - len(spread(output_size, 1)), x.dim()))
+    return mean_part(x, positions, True, axis=axis)
+
+
+def mean_part(x: torch.Tensor, dim: Sizes | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Axes) -> torch.Tensor:
+    """This rank's share of `aten.mean` over dimensions that are divided evenly."""
+    num_parts = math.prod(owner.size for owner in ((axis,) if isinstance(axis, Axis) else axis))
+    return x.mean(dim=dim, keepdim=keepdim, dtype=dtype) / num_parts  # type: ignore[arg-type]
