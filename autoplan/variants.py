@@ -177,7 +177,9 @@ class Emitter:
         return count
 
     def _rescaled(self, op: Op, count: Arg) -> int:
-        assert isinstance(count, int) and self.graph.batch_size
+        assert isinstance(count, int)
+        if self.graph.batch_size is None:  # one row, in every piece
+            return count
         scaled, rest = divmod(count * self.rows.total, self.graph.batch_size)
         assert rest == 0, f"{op.name}: a count of {count} elements does not follow the number of rows"
         return scaled
