@@ -254,6 +254,10 @@ def _spatial() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
         ("aten.upsample_nearest3d.vec", (body, None, (2.0, 2.0, 2.0)), "d0 d1"),
         ("aten.upsample_bicubic2d.vec", (picture, None, False, (2.0, 2.0)), "d0 d1"),
         ("aten._upsample_nearest_exact2d.vec", (picture, None, (2.0, 2.0)), "d0 d1"),
+        ("aten._upsample_nearest_exact1d.vec", (line, None, (2.0,)), "d0 d1"),
+        ("aten._upsample_nearest_exact3d.vec", (body, None, (2.0, 2.0, 2.0)), "d0 d1"),
+        ("aten.upsample_linear1d.vec", (line, None, False, (2.0,)), "d0 d1"),
+        ("aten.upsample_trilinear3d.vec", (body, None, False, (2.0, 2.0, 2.0)), "d0 d1"),
     ]
     return [(target, args, {}, wanted) for target, args, wanted in calls]
 
