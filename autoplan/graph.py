@@ -74,6 +74,7 @@ class Loop:
     inner: tuple[Inside, ...] = ()
     minimum: int = 1
     even: bool = False
+    gathers: tuple[tuple[int, int], ...] = ()  # (operand, factor) that lie divided although they do not carry the loop, and are gathered inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +193,18 @@ def insides(graph: Graph, op: Op, label: str) -> tuple[Inside, ...]:
     return tuple(inside for inside in loop.inner if occurs(inside))
 
 
-def options(graph: Graph, op: Op, degree: int) -> tuple[Option, ...]:
-    """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, then partial sums."""
+def options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...] = ()) -> tuple[Option, ...]:
+    """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, its own and `more`, then partial sums."""
     operands, outputs = op.operands, op.outputs
     grads = [graph.values[name].requires_grad for name in operands]
     found = [Option("whole", (WHOLE,) * len(operands), (WHOLE,) * len(outputs))]
     if degree == 1:
         return tuple(found)
     unused = [VARY if grad else WHOLE for grad in grads]
-    for loop in op.loops:
+    for loop in (*op.loops, *more):
         if graph.factor_sizes[loop.factor] % degree or graph.factor_sizes[loop.factor] // degree < loop.minimum:
+            continue
+        if any(graph.factor_sizes[factor] % degree for _, factor in loop.gathers):
             continue
         reads = tuple(where if where is not None else unused[i] for i, where in enumerate(loop.reads))
         rest = PARTIAL if loop.kind == "sum" else WHOLE

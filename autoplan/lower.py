@@ -1,10 +1,11 @@
 """Lowering: a plan and a graph become one program for each pipeline coordinate.
 
-Every operator has an option on the data axis (autoplan/batchaxis.py) and on each tensor axis (the plan's splits); the emitter
+Every operator has an option on the data axis (autoplan/batchaxis.py) and on each tensor axis (autoplan/schemes.py; the plan's splits); the emitter
 (autoplan/variants.py) writes the local instructions with the collectives that follow. What is decided here:
 
 - **At rest.** A parameter rests split on a tensor axis if every use reads it so; otherwise whole. Where every use of a whole parameter
-  is "vary", no collective is placed: its gradient stays a partial sum until the step's reduction (`Stored.partial`).
+  is "vary", no collective is placed: its gradient stays a partial sum until the step's reduction (`Stored.partial`). On tensor axes
+  that divide rows see autoplan/rowaxes.py.
 - **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step.
 - **Cuts.** A value made in one stage and read in later ones travels once to each rank that reads it, as it lies where it is made; of
   several stages on one rank the first receives it and hands it on.
@@ -21,16 +22,17 @@ from dataclasses import dataclass, replace
 from autoplan.arrange import arranged
 from autoplan.batchaxis import BatchAxis, batch_axis, step_ops, training_results
 from autoplan.errors import UsageError
+from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Option, options
 from autoplan.layout import VARY, WHOLE, Layout, Split
 from autoplan.peephole import fuse_bias
 from autoplan.plan import Plan, served_by
 from autoplan.precision import MASTER
+from autoplan.rowaxes import resting, row_options, wanted_rest
+from autoplan.schemes import ROLES, feature_axes, parted, row_axes, row_unit
 from autoplan.variants import AxisAssignment, Emitter, Rows
 from runtime.instr import uses
 from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, StageCode, Stored, Transfer
-
-TENSOR_AXES = ("tp",)
 
 
 @dataclass(frozen=True)
@@ -47,36 +49,46 @@ class _Context:
     given: Mapping[str, str]  # value made by the preamble -> its local name
 
 
-def row_shares(num_rows: int, num_parts: int) -> tuple[int, ...]:
-    """`num_rows` dealt to `num_parts` as evenly as possible, larger shares first."""
-    return tuple(num_rows // num_parts + (part < num_rows % num_parts) for part in range(num_parts))
+def row_shares(num_rows: int, num_parts: int, unit: int = 1) -> tuple[int, ...]:
+    """`num_rows` dealt to `num_parts` as evenly as possible in multiples of `unit`, larger shares first."""
+    units, rest = divmod(num_rows, unit)
+    shares = [(units // num_parts + (part < units % num_parts)) * unit for part in range(num_parts)]
+    return (shares[0] + rest, *shares[1:])
 
 
 def deal_rows(plan: Plan, global_rows: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Rows of every micro-batch of every data rank. Raises UsageError where a data rank would get no row."""
-    dp = plan.degree("dp")
-    shares = row_shares(global_rows, dp)
+    """Rows of every micro-batch of every data rank, in multiples of what the tensor axes that divide rows ask for.
+
+    Raises UsageError where a data rank would get no row.
+    """
+    dp, unit = plan.degree("dp"), row_unit(plan.axes)
+    if global_rows % unit:
+        raise UsageError(f"a batch of {global_rows} rows is no multiple of {unit}, by which the tensor axes divide rows: use one that is, or another plan.")
+    shares = row_shares(global_rows, dp, unit)
     if shares[-1] == 0:
-        raise UsageError(f"a batch of {global_rows} rows does not reach {dp} data ranks: give at least {dp} rows, or plan with a smaller dp.")
+        raise UsageError(f"a batch of {global_rows} rows does not reach {dp} data ranks: give at least {dp * unit} rows, or plan with a smaller dp.")
     count = plan.num_micro_batches
     if count > 1 and global_rows != plan.global_batch:
-        count = min(math.ceil(shares[0] / plan.micro_batch_size), shares[-1])
-    if count > shares[-1]:
+        count = min(math.ceil(shares[0] / plan.micro_batch_size), shares[-1] // unit)
+    if count * unit > shares[-1]:
         raise UsageError(
-            f"a batch of {global_rows} rows gives a data rank {shares[-1]} rows, which do not fill {count} micro-batches: give at least {count * dp} rows."
+            f"a batch of {global_rows} rows gives a data rank {shares[-1]} rows, which do not fill {count} micro-batches: "
+            f"give at least {count * dp * unit} rows."
         )
     dealt, start = [], 0
     for share in shares:
         pieces = []
-        for rows in row_shares(share, count):
+        for rows in row_shares(share, count, unit):
             pieces.append(MicroBatch(start, start + rows))
             start += rows
         dealt.append(tuple(pieces))
     return tuple(dealt)
 
 
-def tensor_options(graph: Graph, plan: Plan, degree: int) -> tuple[Option, ...]:
-    """The option of every operator on the tensor axis, from the plan's splits by block pattern."""
+def tensor_options(graph: Graph, plan: Plan, number: int) -> tuple[Option, ...]:
+    """The option of every op on the plan's feature axis of this number, by block pattern."""
+    axes = feature_axes(plan.axes) or (("tp", 1),)
+    name, degree = axes[number]
     by_pattern = {block.pattern: block for block in plan.blocks}
     first = {block.pattern: block for block in reversed(graph.blocks)}
     chosen: list[Option] = []
@@ -85,11 +97,14 @@ def tensor_options(graph: Graph, plan: Plan, degree: int) -> tuple[Option, ...]:
         model = first[block.pattern]
         for offset in range(block.stop - block.start):
             op = graph.ops[block.start + offset]
-            label = splits.get(graph.ops[model.start + offset].name, "whole")
-            found = next((option for option in options(graph, op, degree) if option.label == label), None)
+            labels = parted(splits.get(graph.ops[model.start + offset].name, ""), len(axes))
+            label = labels[number] if len(labels) == len(axes) else str(labels)
+            more = gathered_loops(graph, op) if "~" in label else ()
+            found = next((option for option in options(graph, op, degree, more) if option.label == label), None)
             if found is None:
                 raise UsageError(
-                    f"the plan splits {op.name} ({op.instr.target} in {op.module}) as {label!r}, which {degree} ranks cannot: plan again for this model."
+                    f"the plan splits {op.name} ({op.instr.target} in {op.module}) as {label!r} on the axis {name!r}, which {degree} ranks cannot: "
+                    "plan again for this model."
                 )
             chosen.append(found)
     return tuple(chosen)
@@ -172,8 +187,10 @@ def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:
     inputs = {name: WHOLE for name in graph.values if graph.values[name].kind != "activation"} | dict.fromkeys(batch.preamble_outputs, WHOLE)
     data_rest = {name: batch.layouts[name] for name in inputs}
     axes = [AxisAssignment("dp", plan.degree("dp"), batch.options, data_rest)]
-    for axis in TENSOR_AXES:
-        axes.append(AxisAssignment(axis, plan.degree(axis), tensor_options(graph, plan, plan.degree(axis)), inputs))
+    row_rest = {name: batch.layouts[name] if graph.values[name].kind == "parameter" else WHOLE for name in inputs}
+    axes += [AxisAssignment(name, degree, batch.options, row_rest) for name, degree in row_axes(plan.axes)]
+    features = feature_axes(plan.axes) or (("tp", 1),)
+    axes += [AxisAssignment(name, degree, tensor_options(graph, plan, number), inputs) for number, (name, degree) in enumerate(features)]
     results = training_results(graph) + (graph.outputs if outputs and graph.loss is not None else ())
     ops = step_ops(graph, results, frozenset(batch.preamble_outputs))
     stage_of_block = {block: number for number, stage in enumerate(plan.stages) for block in range(stage.start, stage.stop)}
@@ -222,18 +239,32 @@ def _parameter_needs(context: _Context) -> dict[str, tuple[tuple[Layout, ...], .
 
 
 def _with_rest(context: _Context, needs: Mapping[str, tuple[tuple[Layout, ...], ...]]) -> tuple[AxisAssignment, ...]:
-    """The tensor axes with the layout at rest of every parameter and buffer."""
+    """The tensor axes with the layout at rest of every parameter and buffer; on axes that gather them, with the options that do."""
     axes = [context.axes[0]]
     for number, axis in enumerate(context.axes[1:], start=1):
         rest = dict(axis.rest)
-        for name, by_axis in needs.items():
+        for name, by_axis in needs.items() if ROLES[axis.name] == "features" else ():
             reads = by_axis[number]
             if len(reads) == 1 and isinstance(reads[0], Split):
                 rest[name] = reads[0]
             elif reads == (VARY,):
                 rest[name] = VARY
         axes.append(replace(axis, rest=rest))
-    return tuple(axes)
+    return tuple(_gathered(context, axes, axis) if ROLES.get(axis.name) == "gathered" else axis for axis in axes)
+
+
+def _gathered(context: _Context, axes: Sequence[AxisAssignment], axis: AxisAssignment) -> AxisAssignment:
+    """`axis` with its parameters divided at rest, and the products that gather them inside."""
+    graph = context.graph
+    others = [other for other in axes if ROLES.get(other.name) == "features"]
+    step = frozenset(context.ops)
+    users = {value.name: [i for i in graph.consumers.get(value.name, ()) if i in step] for value in graph.parameters()}
+    wanted = wanted_rest(graph, [other.options for other in others], users)
+    rest = dict(axis.rest)
+    for value in graph.parameters():
+        place = resting(graph, value, [(other.rest[value.name], other.degree) for other in others], axis.degree, wanted[value.name])
+        rest[value.name] = rest[value.name] if place is None else place
+    return replace(axis, options=row_options(graph, context.batch, rest, [other.options for other in others]), rest=rest)
 
 
 def _stage(context: _Context, number: int, needs: Mapping[str, object], rows: Rows) -> StageCode:
@@ -352,7 +383,8 @@ def _stored(context: _Context, emitter: Emitter, local: str) -> Stored:
     name, layouts = emitter.stored[local]
     value = context.graph.values[name]
     chunks: list[Chunk] = []
-    for number, (axis, layout) in enumerate(zip(context.axes, layouts, strict=True)):
+    for number in emitter.order(value):
+        axis, layout = context.axes[number], layouts[number]
         if isinstance(layout, Split) and axis.degree > 1 and axis.name != "dp":
             chunks.append(Chunk(axis.name, *emitter.chunk(value, layout, number, layouts)))
     partial = tuple(axis.name for axis, layout in zip(context.axes, layouts, strict=True) if axis.degree > 1 and layout == VARY) if value.requires_grad else ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.forecast import CollectiveUse, Forecast
+from autoplan.schemes import degree_of
 
 PLAN_VERSION = 1
 
@@ -29,7 +30,8 @@ class BlockPlan:
     """How the blocks of one pattern run on the tensor axis.
 
     `splits` maps op name, as in the pattern's first block, to its option label (autoplan.graph.options); ops that
-    are not listed run whole. `boundary` maps each value that enters or leaves the block to its layout on the
+    are not listed run whole; several feature axes (autoplan/schemes.py) have their labels joined, "o~b1 | i".
+    `boundary` maps each value that enters or leaves the block to its layout on the
     tensor axis ("whole", "split(1.0)"), equal on both sides of a boundary. `blocks` are the indices of the graph's
     blocks of this pattern, and `ops` the pattern's ops in order, for the plan map (autoplan/notes.py).
     """
@@ -104,7 +106,8 @@ class Plan:
     version: int = PLAN_VERSION
 
     def degree(self, axis: str) -> int:
-        return dict(self.axes).get(axis, 1)
+        """Ranks along an axis; "tp": along all tensor axes together."""
+        return degree_of(self.axes, axis)
 
     @property
     def is_exact(self) -> bool:

@@ -34,6 +34,7 @@ from dataclasses import dataclass, fields, replace
 from autoplan.forecast import Memory
 from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group
+from autoplan.schemes import degree_of
 from costmodel.memory import Widths, states, widths
 from costmodel.opkey import RankGroup
 from runtime.schedule import Action, schedule
@@ -56,7 +57,7 @@ class Step:
     num_servers: int = 0  # of the data ranks, where they serve parameters
 
     def degree(self, axis: str) -> int:
-        return dict(self.axes).get(axis, 1)
+        return degree_of(self.axes, axis)
 
     @property
     def shards(self) -> int:

@@ -6,7 +6,8 @@ operand it finds or makes the variant that the operator reads (autoplan/layout.p
 for local shapes, and swaps in the runtime function where the divided loop asks for one. A variant is made once and shared.
 
 Local size of factor f in a value: on an axis that splits it, size/p (the data axis: the rows of the micro-batch);
-elsewhere its size (the batch factor: all rows of the step).
+elsewhere its size (the batch factor: all rows of the step). Several axes may divide one factor, the first of them outermost;
+of a parameter those from which it is gathered come last, so that what is gathered is what the others leave.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from dataclasses import dataclass, replace
 
 from autoplan.drawing import drawing
 from autoplan.errors import UsageError
+from autoplan.gathered import loop_of
 from autoplan.graph import Graph, Op, Option, Value
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Mode, Split, conversion
 from autoplan.localise import localise
+from autoplan.route import route
+from autoplan.schemes import ROLES
 from runtime.instr import Arg, Instr, Output, Ref, TensorSpec
 
 Layouts = tuple[Layout, ...]  # one for each axis of the assignment, in order
@@ -101,8 +105,23 @@ class Emitter:
         size = self.rows.total if batch else self.graph.factor_sizes[factor]
         for number, (axis, layout) in enumerate(zip(self.axes, layouts, strict=True)):
             if layout == Split(dim, position) and number != without:
-                size = self.rows.local if axis.name == "dp" and batch else size // axis.degree
+                size = self.rows.local if axis.name == "dp" and batch else self._divided(value, size, axis)
         return size
+
+    def _divided(self, value: Value, size: int, axis: AxisAssignment) -> int:
+        if size % axis.degree:
+            raise UsageError(
+                f"{value.name} has {size} entries left of a dimension that {axis.degree} ranks of the axis {axis.name!r} divide: "
+                f"use a multiple of {axis.degree}, or plan with another tensor scheme."
+            )
+        return size // axis.degree
+
+    def order(self, value: Value) -> tuple[int, ...]:
+        """The axes by how they nest where they divide one factor of a value, outermost first."""
+        numbers = range(len(self.axes))
+        if value.kind != "parameter":
+            return tuple(numbers)
+        return tuple(sorted(numbers, key=lambda n: ROLES.get(self.axes[n].name) == "gathered"))
 
     def produced(self, name: str) -> Layouts:
         """How a value lies on each axis where it is made or kept."""
@@ -140,16 +159,23 @@ class Emitter:
         """Swap in the runtime function of divided loops, and tell random and counting operators where they are."""
         divided: list[str] = []
         dims: list[int] = []
+        gathers: list[Arg] = []
         target = ""
-        for axis, option in zip(self.axes, chosen, strict=True):
-            loop = next((loop for loop in op.loops if loop.label == option.label), None)
+        for number, (axis, option) in enumerate(zip(self.axes, chosen, strict=True)):
+            loop = loop_of(self.graph, op, option.label)
             if axis.degree > 1 and loop is not None and loop.lowering:
                 assert target in ("", loop.lowering), f"{op.name}: {target} and {loop.lowering} cannot be combined"
                 target = loop.lowering
                 divided.append(axis.name)
                 dims.append(loop.reads[0].dim if loop.reads[0] is not None else -1)
+                for i, _ in loop.gathers:
+                    where, reads = loop.reads[i], tuple(other.reads[i] for other in chosen)
+                    assert where is not None
+                    gathers.append((i, *self._chunk(self.graph.values[op.operands[i]], where, reads, number)))
         extra: list[tuple[str, Arg]] = []
-        if target:
+        if gathers:
+            extra = [("axes", tuple(divided)), ("gathers", tuple(gathers))]
+        elif target:
             extra.append(("axis", divided[0] if len(divided) == 1 else tuple(divided)))
         if target.startswith("runtime.halo_"):
             extra.append(("dims", tuple(dims)))
@@ -192,20 +218,24 @@ class Emitter:
         have = self.produced(name)
         if value.kind == "constant":
             return self._at_rest(value, have, need)
-        local = self._base(value, have)
-        for number, (axis, dst) in enumerate(zip(self.axes, need, strict=True)):
-            src = have[number]
-            if src == dst:
-                continue
-            have = (*have[:number], dst, *have[number + 1 :])
-            if (name, have) not in self.made:
-                self.made[(name, have)] = self._convert(value, local, have, number, src, dst) if self._moves(axis, src, dst) else local
-            local = self.made[(name, have)]
+        return self._converted(value, self._base(value, have), have, need)
+
+    def _converted(self, value: Value, local: str, have: Layouts, need: Layouts) -> str:
+        for number, dst in route(have, need, self.order(value)):
+            src, have = have[number], (*have[:number], dst, *have[number + 1 :])
+            if (value.name, have) not in self.made:
+                moves = self._moves(self.axes[number], src, dst)
+                self.made[(value.name, have)] = self._convert(value, local, have, number, src, dst) if moves else local
+            local = self.made[(value.name, have)]
         return local
 
     def _moves(self, axis: AxisAssignment, src: Layout, dst: Layout) -> bool:
         """A change of layout needs an instruction: ranks to talk to, or (to PARTIAL) a portion to take."""
-        return axis.degree > 1 or (dst == PARTIAL and self.rows.share != 1.0)
+        return axis.degree > 1 or (dst == PARTIAL and self._portion(axis) != 1.0)
+
+    def _portion(self, axis: AxisAssignment) -> float:
+        """A rank's part of a sum to which all add equally."""
+        return self.rows.share if axis.name == "dp" or axis.name not in ROLES else 1 / axis.degree
 
     def _base(self, value: Value, have: Layouts) -> str:
         key = (value.name, have)
@@ -220,7 +250,8 @@ class Emitter:
 
     def _at_rest(self, value: Value, have: Layouts, need: Layouts) -> str:
         """A constant is kept in the form in which it is read; only the rows of the batch are cut at run time."""
-        kept = tuple(h if a.name == "dp" or n == PARTIAL else n for a, h, n in zip(self.axes, have, need, strict=True))
+        cut_later = [a.name == "dp" or ROLES.get(a.name, "features") != "features" for a in self.axes]
+        kept = tuple(h if later or n == PARTIAL else n for later, h, n in zip(cut_later, have, need, strict=True))
         key = (value.name, kept)
         if key not in self.made:
             tags = [f"{a.name}_{layout_tag(k)}" for a, k in zip(self.axes, kept, strict=True) if isinstance(k, Split) and a.degree > 1]
@@ -228,14 +259,7 @@ class Emitter:
             self.made[key] = local
             self.specs[local] = TensorSpec(self.shape(value, kept), value.spec.dtype)
             self.stored[local] = key
-        local = self.made[key]
-        for number, (axis, dst) in enumerate(zip(self.axes, need, strict=True)):
-            if kept[number] != dst:
-                src, kept = kept[number], (*kept[:number], dst, *kept[number + 1 :])
-                if (value.name, kept) not in self.made:
-                    self.made[(value.name, kept)] = self._convert(value, local, kept, number, src, dst) if self._moves(axis, src, dst) else local
-                local = self.made[(value.name, kept)]
-        return local
+        return self._converted(value, self.made[key], kept, need)
 
     def _convert(self, value: Value, local: str, after: Layouts, number: int, src: Layout, dst: Layout) -> str:
         """Emit the change of layout of one variant on one axis; returns the new variant's local name."""
@@ -247,7 +271,7 @@ class Emitter:
             instr = Instr(out, "runtime.share", (Ref(local),), on)
         elif dst == PARTIAL:
             assert src == VARY or not value.requires_grad, f"{value.name}: a complete value cannot become a partial sum"
-            instr = Instr(out, "aten.mul.Tensor", (Ref(local), self.rows.share))
+            instr = Instr(out, "aten.mul.Tensor", (Ref(local), self._portion(axis)))
         elif src == VARY:
             raise AssertionError(f"{value.name} is read {dst} on axis {axis.name} but is kept for work that differs by rank")
         else:
@@ -283,8 +307,10 @@ class Emitter:
         return where.dim, outer, self._size(value, where.dim, where.factor, others, number), inner
 
     def chunk(self, value: Value, where: Split, number: int, layouts: Layouts) -> tuple[int, int, int, int]:
-        """Like the chunk of a conversion, for a tensor at rest: axes before `number` have cut already."""
-        before: Layouts = tuple(layout if i < number else WHOLE for i, layout in enumerate(layouts))
+        """Like the chunk of a conversion, for a tensor at rest: axes outside of `number` have cut already."""
+        order = self.order(value)
+        outer = order[: order.index(number)]
+        before: Layouts = tuple(layout if i in outer else WHOLE for i, layout in enumerate(layouts))
         return self._chunk(value, where, before, number)
 
     def _check_even(self, axis: AxisAssignment, value: Value) -> None:

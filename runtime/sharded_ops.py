@@ -10,9 +10,11 @@ import torch
 from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
 from runtime.sharded.dispatch import dispatch_experts
 from runtime.sharded.experts import experts
+from runtime.sharded.gathered import gathered_linear
 from runtime.sharded.group_norm import sync_group_norm
 from runtime.sharded.ring_attention import ring_attention
 from runtime.sharded.self_attention_ring import self_attention_ring
+from runtime.sharded.split_norm import split_layer_norm, split_rms_norm
 from runtime.sharded.stochastic import attention, dropout
 from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
 from runtime.sharded.windows import adaptive_average_part, halo_avg_pool, halo_conv, halo_conv_transpose, halo_max_pool, mean_part
@@ -24,6 +26,7 @@ __all__ = [
     "dispatch_experts",
     "dropout",
     "experts",
+    "gathered_linear",
     "halo_avg_pool",
     "halo_conv",
     "halo_conv_transpose",
@@ -32,6 +35,8 @@ __all__ = [
     "ring_attention",
     "scale_by_count",
     "self_attention_ring",
+    "split_layer_norm",
+    "split_rms_norm",
     "sync_batch_norm",
     "sync_group_norm",
     "vocab_cross_entropy",

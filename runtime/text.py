@@ -175,6 +175,6 @@ def _comment(i: Instr, found: Flow | None, specs: Mapping[str, TensorSpec], size
         return ""
     uses = [("forward", use) for use in forward_uses(i, {**specs, **{o.name: o.spec for o in i.outputs if o.spec}}, sizes)]
     if found is not None and gradient_passes(i, found):
-        uses += [("backward", use) for use in backward_uses(i, specs, sizes)]
+        uses += [("backward", use) for use in backward_uses(i, specs, sizes, found.needs)]
     told = ", ".join(f"{phase} {use.kind} over {use.axis} {use.num_bytes} bytes" for phase, use in uses)
     return f"  # {told}" if told else ""

@@ -15,6 +15,9 @@ Instruction outputs hold *local* specs; the bytes of a collective are those of t
     sync_batch_norm                  all_reduces of C + 1 and C; backward 2 of C, on each axis
     sync_group_norm                  2 all_reduces of n G forward, 2 backward, on each axis
     halo_conv, halo_max_pool, ...    sends of rows to both neighbours, and back: runtime/window_traffic.py
+    split_layer_norm                 2 all_reduces of a row statistic; backward 1 of two.  split_rms_norm: 1 and 1 of one
+    gathered_linear                  all_gather of each divided operand; backward again where the other one needs a gradient,
+                                     reduce_scatter where it needs one; all of them in panels (runtime/sharded/gathered.py)
 
 FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of those with gradients, m micro-batches:
 
@@ -34,12 +37,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from runtime.call import dtype_of, num_bytes
+from runtime.collective import Part
 from runtime.flow import Flow, flow, groups, has_backward
 from runtime.instr import Instr, Ref, TensorSpec, uses
 from runtime.partition import Tensor, buckets, partition, servers_of
 from runtime.program import BlockCode, Body, Program, StageCode, Stored
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
+from runtime.sharded.gathered import streamed
 from runtime.window_traffic import WINDOWED, exchanged_rows
 
 Move = tuple[str, str, str, int]  # kind, axis, phase, bytes
@@ -98,6 +103,31 @@ def _specs(instr: Instr) -> dict[str, TensorSpec]:
     return {o.name: o.spec for o in instr.outputs if o.spec is not None}
 
 
+def gathered_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int], needs: frozenset[str] | None = None) -> tuple[Use, ...]:
+    """The collectives of a `gathered_linear`: of its forward pass, or (`needs`: the values that need a gradient) of its backward pass."""
+    given = dict(instr.kwargs)
+    names = [arg.name for arg in instr.args if isinstance(arg, Ref)]
+    axes, gathers = given["axes"], given["gathers"]
+    assert isinstance(axes, tuple) and isinstance(gathers, tuple) and len(names) == 2
+    parts: list[Part | None] = [None, None]
+    over = ["", ""]
+    for axis, (operand, *part) in zip(axes, gathers, strict=True):  # type: ignore[misc]
+        assert isinstance(axis, str)
+        if sizes.get(axis, 1) > 1:
+            parts[operand], over[operand] = Part(*part), axis
+    panels, is_streamed = streamed(parts, [sizes.get(axis, 1) for axis in over], [len(specs[name].shape) - 1 for name in names])
+    found: list[Use] = []
+    for operand, part in enumerate(parts):
+        if part is None:
+            continue
+        count = panels.count if panels is not None and is_streamed[operand] else 1
+        whole = num_bytes(specs[names[operand]]) * sizes[over[operand]] // count
+        kinds = ["all_gather"] if needs is None or names[1 - operand] in needs else []
+        kinds += ["reduce_scatter"] if needs is not None and names[operand] in needs else []
+        found += [Use(kind, over[operand], whole) for kind in kinds for _ in range(count)]
+    return tuple(found)
+
+
 def _axes(instr: Instr, sizes: Mapping[str, int]) -> list[str]:
     axis = dict(instr.kwargs).get("axis")
     names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
@@ -106,10 +136,14 @@ def _axes(instr: Instr, sizes: Mapping[str, int]) -> list[str]:
 
 def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> tuple[Use, ...]:
     """The collectives of an instruction's forward pass, in order; `specs` of the values known so far, its outputs included."""
+    if instr.target == "runtime.gathered_linear":
+        return gathered_uses(instr, specs, sizes)
     axes = _axes(instr, sizes)
     if not axes or not instr.target.startswith("runtime."):
         return ()
     name = instr.target.removeprefix("runtime.")
+    if name in _NORMS:
+        return (Use("all_reduce", axes[0], _row_bytes(instr, specs)),) * _NORMS[name]
     if name == "vocab_cross_entropy":
         return _vocabulary_uses(instr, specs, axes[0])
     if name == "sync_batch_norm":
@@ -132,15 +166,21 @@ _BACKWARD = {
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
 }
+_NORMS = {"split_layer_norm": 2, "split_rms_norm": 1}  # statistics of a row
+_BY_OPERAND = ("runtime.gathered_linear", "runtime.split_layer_norm", "runtime.split_rms_norm")
 _OUTPUT_IS_PART = ("slice", "reduce_scatter", "all_to_all")
 
 
-def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> tuple[Use, ...]:
-    """The collectives of an instruction's backward pass, if a gradient arrives at its input."""
+def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int], needs: frozenset[str]) -> tuple[Use, ...]:
+    """The collectives of an instruction's backward pass, if a gradient arrives at an operand. `needs`: the values that need one."""
+    if instr.target == "runtime.gathered_linear":
+        return gathered_uses(instr, specs, sizes, needs)
     axes = _axes(instr, sizes)
     if not axes or not instr.target.startswith("runtime."):
         return ()
     name = instr.target.removeprefix("runtime.")
+    if name in _NORMS:
+        return (Use("all_reduce", axes[0], _row_bytes(instr, specs) * _NORMS[name]),) if uses(instr)[0] in needs else ()
     if name == "sync_batch_norm":
         return tuple(Use("all_reduce", axis, _channel_bytes(instr, specs)) for axis in axes for _ in range(2))
     if instr.target in WINDOWED:
@@ -184,6 +224,12 @@ def _channels(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
 
 def _channel_bytes(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
     return _channels(instr, specs) * _wide_bytes(_first(instr, specs).dtype)
+
+
+def _row_bytes(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
+    """One statistic of every row of the first operand."""
+    x = _first(instr, specs)
+    return math.prod(x.shape[:-1]) * _wide_bytes(x.dtype)
 
 
 def _vocabulary_uses(instr: Instr, specs: Mapping[str, TensorSpec], axis: str) -> tuple[Use, ...]:
@@ -231,7 +277,7 @@ def _body_moves(program: Program, stage: StageCode, body: Body, coordinates: Coo
                 if block.recompute != "none" and is_recomputed(block, found):
                     yield use.kind, use.axis, "backward", use.num_bytes
             if gradient_passes(instr, found):
-                back = (use for use in backward_uses(instr, specs, sizes) if _reaches(use, sizes, coordinates))
+                back = (use for use in backward_uses(instr, specs, sizes, found.needs) if _reaches(use, sizes, coordinates))
                 yield from ((use.kind, use.axis, "backward", use.num_bytes) for use in back)
     ranks = program.stage_ranks
     for transfer in body.sends:
@@ -248,7 +294,8 @@ def is_recomputed(block: BlockCode, found: Flow) -> bool:
 
 def gradient_passes(instr: Instr, found: Flow) -> bool:
     """Whether the backward pass goes through an instruction: a gradient arrives at an output, and an operand needs one."""
-    return any(o.name in found.arrives for o in instr.outputs) and any(name in found.needs for name in uses(instr)[:1])
+    operands = uses(instr) if instr.target in _BY_OPERAND else uses(instr)[:1]
+    return any(o.name in found.arrives for o in instr.outputs) and any(name in found.needs for name in operands)
 
 
 # -- once a step --------------------------------------------------------------------------------------------------------

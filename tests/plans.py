@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from autoplan.forecast import Forecast
+from autoplan.gathered import gathered_loops, loop_of
 from autoplan.graph import Graph, Op, Option, options
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, conversion
 from autoplan.plan import BlockPlan, Plan, StagePlan
+from autoplan.schemes import Axes
 
 NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
 
@@ -43,8 +45,10 @@ def manual_plan(
     sync: str = "allreduce",
     servers: tuple[int, ...] = (),
     staleness: int | None = None,
+    tensor: Axes | None = None,
 ) -> Plan:
-    """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split)."""
+    """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split). `tensor`: the tensor axes,
+    where they are others than ("tp", tp)."""
     assert graph.batch_size is not None
     splits = splits or {}
     patterns = {block.pattern: block.name for block in reversed(graph.blocks)}
@@ -57,7 +61,7 @@ def manual_plan(
         global_batch=graph.batch_size,
         micro_batch_size=max(1, graph.batch_size // dp // num_micro_batches),
         num_micro_batches=num_micro_batches,
-        axes=(("pp", pp), ("dp", dp), ("tp", tp)),
+        axes=(("pp", pp), ("dp", dp), *(tensor or (("tp", tp),))),
         zero=zero,
         zero_group=None,
         schedule=schedule,
@@ -75,8 +79,9 @@ def manual_plan(
     )
 
 
-def random_splits(graph: Graph, tp: int, seed: int) -> dict[str, dict[str, str]]:
-    """For every block pattern, a random option for every op that its operands can be read as: any such choice has to be exact."""
+def random_splits(graph: Graph, tp: int, seed: int, *, gathered: bool = False) -> dict[str, dict[str, str]]:
+    """For every block pattern, a random option for every op that its operands can be read as: any such choice has to be exact.
+    `gathered`: with the loops of schemes of several tensor axes."""
     rng = random.Random(seed)
     produced: dict[str, Layout] = {}
     chosen: dict[str, dict[str, str]] = {}
@@ -88,7 +93,8 @@ def random_splits(graph: Graph, tp: int, seed: int) -> dict[str, dict[str, str]]
         for offset in range(block.stop - block.start):
             op = graph.ops[block.start + offset]
             name = graph.ops[first.start + offset].name
-            allowed = [o for o in options(graph, op, tp) if _readable(graph, op, o, produced, block.start)]
+            more = gathered_loops(graph, op) if gathered else ()
+            allowed = [o for o in options(graph, op, tp, more) if _readable(graph, op, o, produced, block.start)]
             if fresh:
                 picks[name] = rng.choice(allowed).label
             option = next(o for o in allowed if o.label == picks[name])
@@ -112,8 +118,8 @@ def domain_splits(graph: Graph, tp: int, dim: int = 2) -> dict[str, dict[str, st
 
 
 def _readable(graph: Graph, op: Op, option: Option, produced: Mapping[str, Layout], block_start: int) -> bool:
-    loop = next((loop for loop in op.loops if loop.label == option.label), None)
-    if loop is not None and loop.factor == graph.batch_factor:
+    loop = loop_of(graph, op, option.label)
+    if loop is not None and graph.batch_factor in (loop.factor, *(factor for _, factor in loop.gathers)):
         return False
     for name, read in zip(op.operands, option.reads, strict=True):
         inside = graph.producer.get(name, -1) >= block_start

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import autoplan
 from autoplan.frontend import capture
+from autoplan.schemes import feature_axes
 from runtime.traffic import traffic
 from tests.plans import domain_splits, manual_plan, random_splits
 from tests.zoo import ZOO
@@ -121,9 +122,10 @@ def _parallel(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -
         constraints = autoplan.Constraints(**case.constraints)
         return autoplan.parallelize(model, batch, cluster=f"cpu:1x{world_size}", constraints=constraints, optimizer=case.optimizer.lower())
     graph = capture(model, batch)
-    tp = case.plan.get("tp", 1)
-    splits = random_splits(graph, tp, case.splits_seed) if case.splits_seed is not None else None
-    splits = domain_splits(graph, tp, case.domain) if case.domain is not None else splits
+    several = case.plan.get("tensor")
+    degree = feature_axes(several)[0][1] if several else case.plan.get("tp", 1)
+    splits = random_splits(graph, degree, case.splits_seed, gathered=several is not None) if case.splits_seed is not None else None
+    splits = domain_splits(graph, degree, case.domain) if case.domain is not None else splits
     return autoplan.parallelize(model, batch, plan=manual_plan(graph, splits=splits, **case.plan))
 
 
