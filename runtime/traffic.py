@@ -111,8 +111,9 @@ def gathered_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[
     assert isinstance(axes, tuple) and isinstance(gathers, tuple) and len(names) == 2
     parts: list[Part | None] = [None, None]
     over = ["", ""]
-    for axis, (operand, *part) in zip(axes, gathers, strict=True):  # type: ignore[misc]
-        assert isinstance(axis, str)
+    for axis, place in zip(axes, gathers, strict=True):
+        assert isinstance(axis, str) and isinstance(place, tuple)
+        operand, *part = (n for n in place if isinstance(n, int))
         if sizes.get(axis, 1) > 1:
             parts[operand], over[operand] = Part(*part), axis
     panels, is_streamed = streamed(parts, [sizes.get(axis, 1) for axis in over], [len(specs[name].shape) - 1 for name in names])

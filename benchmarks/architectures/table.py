@@ -93,7 +93,7 @@ def _row(name: str) -> Row:
         error, where = _worst(pm, true, abs(found - loss) / max(abs(loss), 1e-30))
         row[column] = f"{error:.0e}" + (f" WRONG ({where})" if not error <= TOLERANCE else "")
         if column == "tp2":
-            row["tp2 split"] = share(graph, [option.label for option in tensor_options(graph, plan, 2)])
+            row["tp2 split"] = share(graph, [option.label for option in tensor_options(graph, plan, 0)])
         elif column.startswith("pp2") and plan.num_micro_batches == 1:
             row[column] += " m=1"
     return row
