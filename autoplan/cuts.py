@@ -23,37 +23,43 @@ from autoplan.errors import InfeasibleError
 _ROUNDING = 1e-12
 
 
-def best_cuts(seconds: Sequence[float], num_stages: int, fits: Sequence[np.ndarray] | None = None) -> tuple[int, ...] | None:
-    """Starts of the stages and the end: num_stages + 1 indices from 0 to len(seconds). None where no cut fits.
+def best_cuts(
+    seconds: Sequence[float] | np.ndarray, num_stages: int, fits: Sequence[np.ndarray] | None = None, entry_s: np.ndarray | None = None
+) -> tuple[int, ...] | None:
+    """Starts of the stages and the end: num_stages + 1 indices from 0 to the number of blocks. None where no cut fits.
 
+    `seconds` of every block, or a row of them for each stage where stages run on unequal devices. `entry_s[j, a]`: what stage j
+    takes besides where it begins at block a (transfers on its link).
     `fits[j][a, b]` is whether stage j can hold blocks [a, b), an (n + 1, n + 1) boolean array. Raises InfeasibleError where
     there are fewer blocks than stages.
     """
-    n = len(seconds)
+    per_stage = np.broadcast_to(np.asarray(seconds, dtype=float), (max(1, num_stages), np.shape(seconds)[-1]))
+    n = per_stage.shape[1]
     if num_stages < 1 or n < num_stages:
         raise InfeasibleError(f"{num_stages} pipeline stages were asked for, but the model has {n} blocks that can be cut apart: use pp <= {n}")
-    ends = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=float))])
-    work = ends[None, :] - ends[:, None]  # work[a, b]
+    ends = np.concatenate([np.zeros((num_stages, 1)), np.cumsum(per_stage, axis=1)], axis=1)
+    entry = np.zeros((num_stages, n + 1)) if entry_s is None else entry_s
+    work = [own[None, :] - own[:, None] + first[:, None] for own, first in zip(ends, entry, strict=True)]  # work[j][a, b]
     forward = np.arange(n + 1)[None, :] > np.arange(n + 1)[:, None]
     allowed = [forward if fits is None else forward & fits[j] for j in range(num_stages)]
     bottleneck = _fill(work, allowed, np.maximum)[0][-1][n]
     if not np.isfinite(bottleneck):
         return None
     limit = bottleneck * (1 + _ROUNDING) + 1e-300
-    square = work * work
-    _, choice = _fill(square, [ok & (work <= limit) for ok in allowed], np.add)
+    square = [own * own for own in work]
+    _, choice = _fill(square, [ok & (own <= limit) for ok, own in zip(allowed, work, strict=True)], np.add)
     cuts = [n]
     for j in range(num_stages - 1, 0, -1):
         cuts.append(int(choice[j][cuts[-1]]))
     return (0, *reversed(cuts)) if num_stages > 1 else (0, n)
 
 
-def _fill(cost: np.ndarray, allowed: Sequence[np.ndarray], combine: np.ufunc) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _fill(cost: Sequence[np.ndarray], allowed: Sequence[np.ndarray], combine: np.ufunc) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """best[j][b] and the a that gives it, for stages 0..j over blocks [0, b)."""
-    best = [np.where(allowed[0][0], cost[0], np.inf)]
-    choice = [np.zeros(cost.shape[0], dtype=int)]
-    for ok in allowed[1:]:
-        table = np.where(ok, combine(best[-1][:, None], cost), np.inf)
+    best = [np.where(allowed[0][0], cost[0][0], np.inf)]
+    choice = [np.zeros(cost[0].shape[0], dtype=int)]
+    for ok, own in zip(allowed[1:], cost[1:], strict=True):
+        table = np.where(ok, combine(best[-1][:, None], own), np.inf)
         choice.append(np.argmin(table, axis=0))
         best.append(table.min(axis=0))
     return best, choice

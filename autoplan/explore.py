@@ -349,6 +349,11 @@ class Searcher:
         else:
             assert cuts is not None
             starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.task.graph.blocks))
+        return self.result(shape, storing, work, starts, best_s, is_bent=is_bent)
+
+    def result(self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], best_s: float = float("inf"), *, is_bent: bool = False) -> Result:
+        """Stages that begin at blocks `starts`, priced and weighed."""
+        step = self.step(shape, storing)
         loads = work.stage_loads(starts)
         times = tuple(durations(load, step, self.pricer) for load in loads)
         memories = [stage_memory(load, step, held(step, load.index), received_bytes(loads, load.index)) for load in loads]

@@ -9,7 +9,7 @@ Every operator has an option on the data axis (autoplan/batchaxis.py) and on eac
 - **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step.
 - **Cuts.** A value made in one stage and read in later ones travels once to each rank that reads it, as it lies where it is made; of
   several stages on one rank the first receives it and hands it on.
-- **Rows.** Rows are dealt to the data ranks as evenly as possible, then to micro-batches; each number of rows that
+- **Rows.** Rows are dealt to the data ranks as the plan's shares say or as evenly as possible, then to micro-batches; each number of rows that
   occurs gets a body of its own.
 """
 
@@ -30,6 +30,7 @@ from autoplan.plan import Plan, served_by
 from autoplan.precision import MASTER
 from autoplan.rowaxes import resting, row_options, wanted_rest
 from autoplan.schemes import ROLES, feature_axes, parted, row_axes, row_unit
+from autoplan.shares import row_shares, scaled_shares
 from autoplan.variants import AxisAssignment, Emitter, Rows
 from runtime.instr import uses
 from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, StageCode, Stored, Transfer
@@ -49,11 +50,12 @@ class _Context:
     given: Mapping[str, str]  # value made by the preamble -> its local name
 
 
-def row_shares(num_rows: int, num_parts: int, unit: int = 1) -> tuple[int, ...]:
-    """`num_rows` dealt to `num_parts` as evenly as possible in multiples of `unit`, larger shares first."""
-    units, rest = divmod(num_rows, unit)
-    shares = [(units // num_parts + (part < units % num_parts)) * unit for part in range(num_parts)]
-    return (shares[0] + rest, *shares[1:])
+def data_shares(plan: Plan, global_rows: int) -> tuple[int, ...]:
+    """Rows of a global batch that every data rank takes: the plan's shares, in proportion where the batch is another one; else equal ones, in
+    multiples of what the tensor axes that divide rows ask for."""
+    if not plan.shares:
+        return row_shares(global_rows, plan.degree("dp"), row_unit(plan.axes))
+    return plan.shares if global_rows == plan.global_batch else scaled_shares(plan.shares, global_rows)
 
 
 def deal_rows(plan: Plan, global_rows: int) -> tuple[tuple[MicroBatch, ...], ...]:
@@ -64,16 +66,18 @@ def deal_rows(plan: Plan, global_rows: int) -> tuple[tuple[MicroBatch, ...], ...
     dp, unit = plan.degree("dp"), row_unit(plan.axes)
     if global_rows % unit:
         raise UsageError(f"a batch of {global_rows} rows is no multiple of {unit}, by which the tensor axes divide rows: use one that is, or another plan.")
-    shares = row_shares(global_rows, dp, unit)
-    if shares[-1] == 0:
+    shares = data_shares(plan, global_rows)
+    if any(share % unit for share in shares):
+        raise UsageError(f"the plan's shares {shares} are no multiples of {unit}, by which the tensor axes divide rows: plan again.")
+    least = min(shares)
+    if least == 0:
         raise UsageError(f"a batch of {global_rows} rows does not reach {dp} data ranks: give at least {dp * unit} rows, or plan with a smaller dp.")
     count = plan.num_micro_batches
     if count > 1 and global_rows != plan.global_batch:
-        count = min(math.ceil(shares[0] / plan.micro_batch_size), shares[-1] // unit)
-    if count * unit > shares[-1]:
+        count = min(math.ceil(max(shares) / plan.micro_batch_size), least // unit)
+    if count * unit > least:
         raise UsageError(
-            f"a batch of {global_rows} rows gives a data rank {shares[-1]} rows, which do not fill {count} micro-batches: "
-            f"give at least {count * dp * unit} rows."
+            f"a batch of {global_rows} rows gives a data rank {least} rows, which do not fill {count} micro-batches: give at least {count * dp * unit} rows."
         )
     dealt, start = [], 0
     for share in shares:

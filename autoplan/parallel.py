@@ -22,12 +22,12 @@ from autoplan.faults import told
 from autoplan.forecast import Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
-from autoplan.lower import lower, row_shares
+from autoplan.lower import data_shares, lower
 from autoplan.optimizers import optimizer_class, protect
 from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
 from autoplan.retarget import check_plan, retarget
-from autoplan.schemes import row_unit, tensor_axes
+from autoplan.schemes import tensor_axes
 from autoplan.served import served_class
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.share import Share, check_data, share_of
@@ -284,7 +284,7 @@ class ParallelModel:
         if isinstance(batch, Share):
             return batch.total
         rows, planned = num_rows(batch), self.plan.global_batch
-        return planned if rows == row_shares(planned, self.data_size, row_unit(self.plan.axes))[self.data_rank] else rows
+        return planned if rows == data_shares(self.plan, planned)[self.data_rank] else rows
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This rank's parameters, for an optimizer. A rank whose stages hold none gives one of no elements, since torch's optimizers
@@ -370,7 +370,7 @@ class ParallelModel:
     def shard(self, batch: Batch) -> Share:
         """This rank's own rows of a global batch."""
         self.prepare(batch)
-        return share_of(batch, row_shares(num_rows(batch), self.data_size, row_unit(self.plan.axes)), self.data_rank)
+        return share_of(batch, data_shares(self.plan, num_rows(batch)), self.data_rank)
 
 
 def _dense_source(model: torch.nn.Module, graph: Graph) -> Any:

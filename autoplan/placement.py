@@ -23,7 +23,6 @@ import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx
 
@@ -33,7 +32,7 @@ from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph, Option, Runs
 from autoplan.layout import WHOLE
 from autoplan.price import LocalGraph, Pricer
-from autoplan.solver import minimise
+from autoplan.solver import Program, minimise
 from costmodel.opkey import RankGroup
 
 _MAX_UNITS = 240  # of free operators; beyond, a block's free operators are one
@@ -207,7 +206,7 @@ def _assign(problem: _Problem, costs: _Costs, order: tuple[int, ...] | None) -> 
     ranks = range(problem.num_ranks)
     place = {rank: i for i, rank in enumerate(order)} if order else {}
 
-    def build(program: Any) -> None:
+    def build(program: Program) -> None:
         x = [[program.binary() for _ in ranks] for _ in range(problem.num_units)]
         slowest = program.number(max(1, costs.num_micro_batches - 1))
         for unit, own in enumerate(x):

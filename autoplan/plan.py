@@ -70,7 +70,8 @@ class Alternative:
 class Plan:
     """A complete decision for one model on one cluster at one global batch.
 
-    `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("tp", 2)). `space` lists every axis that was
+    `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("tp", 2)); on unequal devices "dp" may be outermost. `shares` are the rows of
+    the global batch that each data rank takes; () where they are equal. `micro_batch_size` is that of the largest share. `space` lists every axis that was
     searched with its values. `placement`, where modules were pinned, says which stage every operator is on: (first operator of a run
     in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
     `sync`, `servers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py.
@@ -103,6 +104,7 @@ class Plan:
     sync: str = "allreduce"
     servers: tuple[int, ...] = ()
     staleness: int | None = None
+    shares: tuple[int, ...] = ()
     version: int = PLAN_VERSION
 
     def degree(self, axis: str) -> int:

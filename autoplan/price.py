@@ -1,6 +1,6 @@
 """From graph and program to price keys: local shapes, operator keys, collective keys.
 
-On a device mesh (pp, dp, tp) with rank = row-major index, an axis is a strided group of ranks:
+On a device mesh with rank = row-major index, an axis is a strided group of ranks; in the order (pp, dp, tp)
 tp: stride 1; dp: stride tp; pp: stride dp * tp. Groups of one axis whose ranks interleave talk at the same
 time over the same links; there are `stride` of them.
 
@@ -75,22 +75,23 @@ def cast(arg: Arg, precision: str | None) -> Arg:
     return tuple(cast(item, precision) for item in arg) if isinstance(arg, tuple) else arg
 
 
-def axis_group(axes: tuple[tuple[str, int], ...], axis: str) -> RankGroup:
-    """The ranks of one axis, as rank 0 sees them."""
+def axis_group(axes: tuple[tuple[str, int], ...], axis: str, rank: int = 0) -> RankGroup:
+    """The ranks of one axis, as `rank` sees them."""
     stride = 1
     for name, size in reversed(axes):
         if name == axis:
-            return RankGroup(size, stride, 0, stride)
+            return RankGroup(size, stride, rank - rank // stride % size * stride, stride)
         stride *= size
-    return RankGroup(1)
+    return RankGroup(1, 1, rank)
 
 
 class Pricer:
-    """Asks `prices` each question once."""
+    """Asks `prices` each question once, for the device of global rank `device`."""
 
-    def __init__(self, prices: Prices, precision: str | None) -> None:
+    def __init__(self, prices: Prices, precision: str | None, device: int = 0) -> None:
         self.prices = prices
         self.precision = precision
+        self.device = device
         self._ops: dict[OpKey, OpTime] = {}
         self._collectives: dict[Collective, float] = {}
 
@@ -98,7 +99,7 @@ class Pricer:
         """Seconds of one operator call. Raises AutoplanError for a price that is no time."""
         found = self._ops.get(key)
         if found is None:
-            found = self.prices.op(key)
+            found = self.prices.op(key, self.device)
             if not (0 <= found.forward_s < math.inf and 0 <= found.backward_s < math.inf):
                 raise AutoplanError(f"the price of {key.target} on {key.operands} is {found}: prices must be finite and not negative")
             self._ops[key] = found

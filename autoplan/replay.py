@@ -96,8 +96,8 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     backward_s = load.backward.seconds + load.recompute.seconds
     first_s, last_s = forward_s + load.preamble_s, backward_s
     dp = step.degree("dp")
-    group = axis_group(step.axes, "dp")
-    shards = RankGroup(step.shards, group.stride, 0, group.concurrent)
+    group = axis_group(step.axes, "dp", pricer.device)
+    shards = RankGroup(step.shards, group.stride, group.start, group.concurrent)
     trained = load.trained_elements
     tail: list[tuple[str, str, float]] = []
     if step.zero and step.shards > 1:
@@ -113,16 +113,16 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
             forward_s = _beside(step, forward_s, g_all, g)
             backward_s = last_s = _beside(step, load.backward.seconds + load.recompute.seconds, g_all + r_all, g + r)
         if step.shards < dp:
-            replicas = RankGroup(dp // step.shards, group.stride * step.shards, 0, group.concurrent * step.shards)
+            replicas = RankGroup(dp // step.shards, group.stride * step.shards, group.start, group.concurrent * step.shards)
             tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
     elif dp > 1 and step.sync == "allreduce":
         tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group)))
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
         total = sum(size for name, size in load.deferred if name == axis)
-        tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis))))
+        tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device))))
     if load.tied_bytes and len(step.stage_ranks) > 1:
-        tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp"))))
-    update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, step.num_servers)), step.optimizer, float(width.total))
+        tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp", pricer.device))))
+    update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, step.num_servers)), step.optimizer, float(width.total), pricer.device)
     if step.sync == "allreduce" or dp == 1:
         tail.append(("optimizer", "compute", update_s))
     elif step.sync == "ps":
@@ -164,11 +164,11 @@ def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup) -> float:
 
 def send_s(pricer: Pricer, step: Step, src: int, dst: int, num_bytes: int) -> float:
     """Seconds of one transfer between two stages."""
-    stride = step.degree("dp") * step.degree("tp")
     low, high = sorted((step.stage_ranks[src], step.stage_ranks[dst]))
     if low == high:
         return 0.0
-    return pricer.collective("send", num_bytes, RankGroup(2, stride * (high - low), stride * low, stride))
+    line = axis_group(step.axes, "pp", pricer.device)
+    return pricer.collective("send", num_bytes, RankGroup(2, line.stride * (high - low), line.start + line.stride * low, line.stride))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autoplan.constraints import Constraints
+from autoplan.errors import InfeasibleError
 from autoplan.explore import Searcher, Task, too_large
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph
@@ -41,6 +42,14 @@ def search(
     With `time_limit_s` the best plan found by then, with its true gap.
     """
     task = Task(graph, cluster, prices, constraints, optimizer, precision, time_limit_s)
+    from autoplan.unequal import is_unequal, unequal_search
+
+    if is_unequal(prices, cluster.num_devices):
+        if constraints.sync not in (None, "allreduce"):
+            raise InfeasibleError(f"constraint sync={constraints.sync!r} cannot be had on unequal devices: leave it out, or plan for like devices")
+        if constraints.placement is not None:
+            raise InfeasibleError("constraint placement cannot be had on unequal devices yet: leave it out, or plan for like devices")
+        return unequal_search(task, plan_of)
     if constraints.placement is not None:
         from autoplan.placed import placed_search  # which searches for each placement
 

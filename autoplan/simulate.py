@@ -15,9 +15,10 @@ from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan, served_by
-from autoplan.price import Pricer, precision_left
+from autoplan.price import Pricer, axis_group, precision_left
 from autoplan.replay import Durations, Step, Timeline, by_rank, durations, received_bytes, replay, stage_memory, stage_widths
 from autoplan.workload import load_of, model_of
+from costmodel.opkey import RankGroup
 from costmodel.prices import Prices
 from runtime.program import Program
 from runtime.traffic import traffic
@@ -25,13 +26,15 @@ from runtime.traffic import traffic
 MAX_EVENTS = 2000  # kept of a step, so that plan files stay small
 
 
-def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pricer, *, with_events: bool = True) -> Forecast:
-    """The forecast of a step from the loads of its stages."""
-    times = tuple(durations(load, step, pricer) for load in loads)
+def assemble(
+    loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pricer, *, times: tuple[Durations, ...] | None = None, with_events: bool = True
+) -> Forecast:
+    """The forecast of a step from the loads of its stages, on the ranks that share a pipeline with `pricer.device`; `times` where they are known."""
+    times = times or tuple(durations(load, step, pricer) for load in loads)
     line = replay(loads, times, step, pricer)
     tails = [sum(times[s].tail_s for s, r in enumerate(step.stage_ranks) if r == rank) for rank in range(len(line.end_s))]
     step_s = max(end + tail for end, tail in zip(line.end_s, tails, strict=True))
-    m = step.num_micro_batches
+    m, line_of = step.num_micro_batches, axis_group(step.axes, "pp", pricer.device)
     forecasts = []
     for load, time in zip(loads, times, strict=True):
         rank = step.stage_ranks[load.index]
@@ -46,7 +49,7 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
                 idle_s=_idle(step_s, line.busy_s[rank] + tails[rank]),
                 flops=load.flops * m,
                 memory=stage_memory(load, step, line.held[load.index], received_bytes(loads, load.index)),
-                memory_limit_bytes=pricer.prices.memory_limit_bytes(rank * step.degree("dp") * step.degree("tp")),
+                memory_limit_bytes=pricer.prices.memory_limit_bytes(line_of.start + rank * line_of.stride),
             )
         )
     world = math.prod(size for _, size in step.axes)
@@ -60,7 +63,7 @@ def assemble(loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pri
         split_share=model.split_share,
         stages=tuple(forecasts),
         collectives=collective_uses(loads, step),
-        events=_events(line, times, step) if with_events else (),
+        events=_events(line, times, step, line_of) if with_events else (),
         source=pricer.prices.source,
         assumptions=pricer.prices.assumptions(),
     )
@@ -112,23 +115,24 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
     return tuple(CollectiveUse(kind, axis, phase, size, count) for (kind, axis, phase), (size, count) in sorted(totals.items()))
 
 
-def _events(line: Timeline, times: tuple[Durations, ...], step: Step) -> tuple[Event, ...]:
-    stride = step.degree("dp") * step.degree("tp")
+def _events(line: Timeline, times: tuple[Durations, ...], step: Step, ranks: RankGroup) -> tuple[Event, ...]:
+    """`ranks`: those of one pipeline."""
+    first, stride = ranks.start, ranks.stride
     events = [
         Event(
-            step.stage_ranks[a.stage] * stride, "compute", f"{a.kind} {a.stage}.{a.micro_batch}", "forward" if a.kind == "F" else "backward",
+            first + step.stage_ranks[a.stage] * stride, "compute", f"{a.kind} {a.stage}.{a.micro_batch}", "forward" if a.kind == "F" else "backward",
             round(start, 9), round(end, 9), a.stage, a.micro_batch,
         )
         for a, start, end in line.actions
     ]  # fmt: skip
     for src, dst, k, kind, start, end in line.transfers:
-        events.append(Event(step.stage_ranks[src] * stride, "pp", f"send {kind} {src}>{dst}.{k}", "transfer", round(start, 9), round(end, 9), src, k))
+        events.append(Event(first + step.stage_ranks[src] * stride, "pp", f"send {kind} {src}>{dst}.{k}", "transfer", round(start, 9), round(end, 9), src, k))
     for stage, time in enumerate(times):
         rank = step.stage_ranks[stage]
         at = line.end_s[rank]
         for name, stream, seconds in time.tail:
             kind = "optimizer" if name == "optimizer" else "reduce"
-            events.append(Event(rank * stride, stream, name, kind, round(at, 9), round(at + seconds, 9), stage))
+            events.append(Event(first + rank * stride, stream, name, kind, round(at, 9), round(at + seconds, 9), stage))
             at += seconds
     if len(events) > MAX_EVENTS:  # the beginning of the step tells how the rest goes
         events = sorted(events, key=lambda e: (e.start_s, e.rank, e.name))[:MAX_EVENTS]
@@ -140,16 +144,24 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
 
     `plan` may lack its own forecast's figures; its precision, optimizer and splits are used.
     """
+    from autoplan.replicas import forecast_replicas, kinds, replicas  # which read the functions above
+
     pricer = Pricer(prices, precision_left(graph, plan.precision))
     graph = arranged(graph, plan)
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
-    loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
     first = programs[0]
+    devices = kinds(prices, math.prod(size for _, size in plan.axes))
+    classes = replicas(first, devices) if plan.sync == "allreduce" else ()
     step = Step(
         plan.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks,
         overlap, plan.sync, len(served_by(plan)),
     )  # fmt: skip
-    told = assemble(loads, step, model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision), pricer)
+    model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision)
+    if plan.sync == "allreduce" and (len(classes) > 1 or len(set(devices)) > 1):
+        told = forecast_replicas(programs, classes, graph, prices, step, model, pricer.precision)
+    else:
+        loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)
+        told = assemble(loads, step, model, pricer)
     # the programs move what the model was captured with; another precision is priced, not lowered
     return replace(told, collectives=program_uses(programs)) if precision_left(graph, plan.precision) in (None, "fp32") else told
 

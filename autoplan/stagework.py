@@ -75,6 +75,10 @@ class Work:
     def _bytes(self, name: str, layout: object) -> int:
         return self.local.num_bytes(name) // (self.local.degree if isinstance(layout, Split) else 1)
 
+    def boundary_bytes(self, name: str) -> int:
+        """Bytes that one rank sends of a value between blocks."""
+        return self._bytes(name, self.outline.layout(name, self.chosen.boundary))
+
     @cached_property
     def blocks(self) -> tuple[BlockLoad, ...]:
         """The blocks that take part in a step, in order."""

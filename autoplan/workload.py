@@ -126,7 +126,7 @@ class _Reader:
         """`num_bytes`: of the whole tensor; of the local one for all_to_all."""
         if kind is None or self.degrees.get(axis, 1) == 1:
             return
-        seconds = self.pricer.collective(kind, num_bytes, axis_group(self.program.axes, axis))
+        seconds = self.pricer.collective(kind, num_bytes, axis_group(self.program.axes, axis, self.pricer.device))
         if phase == "forward":
             tally.forward_moved_s += seconds
         else:
@@ -215,9 +215,9 @@ def _fed(feed: Feed, rows: int) -> TensorSpec:
     return TensorSpec(tuple(shape), feed.spec.dtype)
 
 
-def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer) -> StageLoad:
-    """The load of one stage, for its largest micro-batch."""
-    body = max(stage.bodies, key=lambda b: b.rows)
+def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, rows: int | None = None) -> StageLoad:
+    """The load of one stage, for micro-batches of `rows` rows (default: its largest)."""
+    body = max((body for body in stage.bodies if rows in (None, body.rows)), key=lambda b: b.rows)
     reader = _Reader(program, stage, body, graph, pricer)
     forward, backward, recompute = Pass(), Pass(), Pass()
     traffic: list[Traffic] = []

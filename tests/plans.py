@@ -46,6 +46,8 @@ def manual_plan(
     servers: tuple[int, ...] = (),
     staleness: int | None = None,
     tensor: Axes | None = None,
+    shares: tuple[int, ...] = (),
+    order: tuple[str, ...] = (),
 ) -> Plan:
     """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split). `tensor`: the tensor axes,
     where they are others than ("tp", tp)."""
@@ -59,9 +61,9 @@ def manual_plan(
         cluster="cpu",
         cluster_fingerprint="",
         global_batch=graph.batch_size,
-        micro_batch_size=max(1, graph.batch_size // dp // num_micro_batches),
+        micro_batch_size=max(1, (max(shares) if shares else graph.batch_size // dp) // num_micro_batches),
         num_micro_batches=num_micro_batches,
-        axes=(("pp", pp), ("dp", dp), *(tensor or (("tp", tp),))),
+        axes=tuple(sorted((("pp", pp), ("dp", dp), *(tensor or (("tp", tp),))), key=lambda axis: order.index(axis[0]) if order else 0)),
         zero=zero,
         zero_group=None,
         schedule=schedule,
@@ -76,6 +78,7 @@ def manual_plan(
         sync=sync,
         servers=servers,
         staleness=staleness,
+        shares=shares,
     )
 
 
