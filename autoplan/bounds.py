@@ -34,8 +34,8 @@ import numpy as np
 from autoplan.choose import Boundary, Chooser, Outline
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES
-from autoplan.price import Pricer, axis_group
-from autoplan.problem import Item
+from autoplan.price import Pricer, axis_group, itemsize
+from autoplan.problem import Budget, Item
 from autoplan.replay import Step
 from costmodel.memory import Widths
 from costmodel.opkey import RankGroup
@@ -108,6 +108,9 @@ class Bounds:
         self.limit_bytes = limit_bytes
         graph = outline.graph
         users = {name: len(blocks) - 1 for name, blocks in outline.tied.items()}
+        tied = {graph.blocks[n].pattern for blocks in outline.tied.values() for n in blocks}
+        self._unshared = frozenset(p for p in outline.examples if p not in tied)
+        self.width_at_rest = max((itemsize(v.spec.dtype) for v in graph.parameters()), default=4)
         self._again = sum(again * math.prod(graph.values[name].spec.shape) for name, again in users.items())
 
     def step_s(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
@@ -127,10 +130,66 @@ class Bounds:
         first, last = _beside(step, forward, gather), _beside(step, backward, scatter + (gather if step.zero == 3 else 0.0))
         bound = max(bound, first + last, self._share(blocks, step, total, forward, backward) / n)
         if n > 1:
-            seconds, back = main.seconds + again[name], main.backward_s + again[name]
-            free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
-            bound = max(bound, total + _fill(free * seconds + (m - 1 - free) * back, caps, main.count))
+            bound = max(bound, total + _fill(self._each(main, again[name], step), caps, main.count))
         return bound
+
+    def _each(self, main: Least, again_s: float, step: Step) -> np.ndarray:
+        """Seconds g_j that a block adds to a step on each stage, beyond its one micro-batch in W."""
+        n, m = len(step.stage_ranks), step.num_micro_batches
+        seconds, back = main.seconds + again_s, main.backward_s + again_s
+        free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
+        return free * seconds + (m - 1 - free) * back
+
+    def budgets(self, blocks: Mapping[str, Least], step: Step, recompute: str, below_s: float) -> tuple[Budget, ...]:
+        """What memory leaves for a block of the commonest pattern in any plan that fits and takes less than `below_s`.
+
+        Stage j has n_j <= c_j blocks, c_j = (below_s - W) / g_j. So the k stages that hold most micro-batches have at least
+        N_k = N - sum of the other c_j blocks, and with P bytes of parameters and A saved bytes a block
+
+            N_k * states(P) + H_k * A <= k * limit,   H_k = least sum of n_j held_j over these stages
+
+        (recomputed: H_k times what enters it, and A once on every stage that has any). All stages together hold the other blocks too.
+        """
+        n = len(step.stage_ranks)
+        name, main = _main(blocks)
+        full = recompute == "full"
+        again_s = main.forward_s if full and main.is_recomputed else 0.0
+        total = sum(b.count * (b.seconds + (b.forward_s if full and b.is_recomputed else 0.0)) for b in blocks.values())
+        held = self.held(step)
+        order = np.argsort(-held, kind="stable")
+        caps = np.full(n, float(main.count))
+        if n > 1 and below_s < float("inf"):
+            each = np.maximum(self._each(main, again_s, step)[order], 1e-30)
+            caps = np.minimum(caps, np.floor(max(0.0, below_s - total) / each * (1 + 1e-9)))
+        held = held[order]
+        states = self.state_bytes(step) / self.width_at_rest if name in self._unshared and main.num_trained == main.num_elements else 0.0
+        others = [(p, b) for p, b in blocks.items() if p != name]
+        other_bytes = sum(b.count * (b.num_trained if p in self._unshared else 0) * self.state_bytes(step) for p, b in others)
+        other_bytes += held.min() * sum(b.count * (b.enter_bytes if full and b.is_recomputed else b.saved_bytes) for _, b in others)
+        found: list[Budget] = []
+        for k in range(1, n + 1):
+            count = main.count - float(caps[k:].sum())
+            if count <= 0.0:
+                continue
+            if caps[:k].sum() < count:
+                return (Budget(-1.0),)  # not all blocks have time
+            kept, blocks_held = count, 0.0
+            for cap, times in zip(caps[:k][::-1], held[:k][::-1], strict=True):
+                blocks_held += min(cap, kept) * times
+                kept -= min(cap, kept)
+            num_stages = int(np.searchsorted(np.cumsum(np.sort(caps[:k])[::-1]), count)) + 1  # that have any
+            limit = k * self.limit_bytes - (other_bytes if k == n else 0.0)
+            if full and main.is_recomputed:
+                found.append(Budget(limit - blocks_held * main.enter_bytes, count * states, num_stages))
+            else:
+                found.append(Budget(limit, count * states, blocks_held))
+        return tuple(found)
+
+    @staticmethod
+    def held(step: Step) -> np.ndarray:
+        """Micro-batches that each stage holds at once."""
+        n, m = len(step.stage_ranks), step.num_micro_batches
+        return np.full(n, m) if step.schedule == "gpipe" else np.minimum(n - np.arange(n), m)
 
     def memory_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> int:
         """Least bytes of the fullest stage, were all stages alike."""
@@ -166,7 +225,7 @@ class Bounds:
         scatter = sum(b.count * self.pricer.collective("reduce_scatter", b.num_trained * self.width.gradient, ranks) for b in blocks.values())
         return gather, scatter
 
-    def _state_bytes(self, step: Step) -> float:
+    def state_bytes(self, step: Step) -> float:
         """Bytes at rest of one element that is trained, on one rank."""
         width, zero, shards = self.width, step.zero if step.shards > 1 else 0, step.shards
         return (
@@ -181,18 +240,19 @@ class Bounds:
         full = recompute == "full"
         kept = sum(b.count * (b.enter_bytes if full and b.is_recomputed else b.saved_bytes) for b in blocks.values())
         transient = max(b.saved_bytes if full and b.is_recomputed else 0 for b in blocks.values())
-        return trained * self._state_bytes(step) + kept + transient
+        return trained * self.state_bytes(step) + kept + transient
 
     def _caps(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> np.ndarray | None:
         """Most blocks of the commonest pattern on each stage; None where not all blocks have room."""
-        n, m = len(step.stage_ranks), step.num_micro_batches
+        n = len(step.stage_ranks)
         if self._all_bytes(blocks, step, recompute) > n * self.limit_bytes:
             return None
-        _, main = _main(blocks)
+        name, main = _main(blocks)
         recomputed = recompute == "full" and main.is_recomputed
-        held = np.full(n, m) if step.schedule == "gpipe" else np.minimum(n - np.arange(n), m)
-        shared = self._again > 0  # blocks may share parameters
-        each = (0.0 if shared else main.num_trained * self._state_bytes(step)) + held * float(main.enter_bytes if recomputed else main.saved_bytes)
+        held = self.held(step)
+        each = (0.0 if name not in self._unshared else main.num_trained * self.state_bytes(step)) + held * float(
+            main.enter_bytes if recomputed else main.saved_bytes
+        )
         room = self.limit_bytes - (main.saved_bytes if recomputed else 0)
         caps = np.minimum(main.count, np.floor(max(0, room) / np.maximum(each, 1e-9)))
         return caps if caps.sum() >= main.count else None
@@ -202,8 +262,12 @@ def _beside(step: Step, compute_s: float, moved_s: float) -> float:
     return max(compute_s, moved_s) if step.overlap else compute_s + moved_s
 
 
-def _main(blocks: Mapping[str, Least]) -> tuple[str, Least]:
+def main_pattern(blocks: Mapping[str, Least]) -> str:
     """The pattern whose blocks weigh most together."""
+    return _main(blocks)[0]
+
+
+def _main(blocks: Mapping[str, Least]) -> tuple[str, Least]:
     return max(blocks.items(), key=lambda item: item[1].count * item[1].seconds)
 
 

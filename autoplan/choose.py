@@ -8,21 +8,24 @@ that several patterns use (tied embeddings) rest in one layout everywhere: each 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.batchaxis import BatchAxis, batch_axis
 from autoplan.blockprices import BlockPricer
 from autoplan.graph import Block, Graph
-from autoplan.ilp import Solution, solve
+from autoplan.ilp import Relaxed, Solution, relax, solve, solve_near
 from autoplan.layout import WHOLE, Layout, Split
 from autoplan.price import LocalGraph, Pricer
-from autoplan.problem import BlockPoint, BlockProblem, Price
+from autoplan.problem import BlockPoint, BlockProblem, Budget, Price
 from costmodel.opkey import RankGroup
+
+Clock = Callable[[], float | None]
 
 _MAX_FACTORS = 2  # boundaries tried beside "whole"
 _GAP = 1e-3  # of one integer program; its proved bound counts, so that the plan's gap stays true
+_LEAN_GAP = 1e-2  # of one with budgets
 _REUSE = 5e-3  # a known answer may be so much above its bound at another price
 _MAX_SHARED = 9  # combinations of layouts of shared parameters
 
@@ -133,9 +136,10 @@ class Outline:
         graph = self.graph
         counts: dict[int, int] = {}
         streams = [name for name in self.crossing if graph.values[name].requires_grad]
-        for name in streams:
-            for dim in graph.values[name].dims[:-1]:
-                for factor in dim:
+        for inner in (False, True):  # features only where there is nothing else to split
+            for name in streams if not counts else ():
+                dims = graph.values[name].dims
+                for factor in itertools.chain(*(dims if inner else dims[:-1])):
                     if factor != graph.batch_factor and graph.factor_sizes[factor] % degree == 0 and graph.factor_sizes[factor] > 1:
                         counts[factor] = counts.get(factor, 0) + 1
         often = sorted((f for f, n in counts.items() if 2 * n >= len(streams)), key=lambda f: (-counts[f], f))[:_MAX_FACTORS]
@@ -194,15 +198,19 @@ class Outline:
 class Chooser:
     """Solves patterns on one tensor degree and number of rows, each question once.
 
-    Two boundaries that look the same from a block are one question. `steady`: the price with the most micro-batches.
+    Two boundaries that look the same from a block are one question. `steady`: the price with the most micro-batches; `clock`: seconds that
+    a solver may still take, None for any.
     """
 
-    def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int], steady: Price) -> None:
+    def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int], steady: Price, clock: Clock = lambda: None) -> None:
         self.outline = outline
         self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows, degree, pricer)
         self.prices = BlockPricer(self.local, RankGroup(degree), forbidden)
         self._problems: dict[tuple, BlockProblem] = {}
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}
+        self._within: dict[tuple[tuple, Price, tuple[Budget, ...]], Solution | None] = {}
+        self._relaxed: dict[tuple[tuple, Price, tuple[Budget, ...]], Relaxed | None] = {}
+        self._clock = clock
         self._steady = steady
         self._seen: dict[tuple[str, Boundary], tuple] = {}
 
@@ -236,7 +244,7 @@ class Chooser:
     def _answer(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
         key = (self._view(pattern, boundary), price)
         if key not in self._solved:
-            self._solved[key] = self._known(pattern, boundary, price) or solve(self.problem(pattern, boundary), price, gap=_GAP)
+            self._solved[key] = self._known(pattern, boundary, price) or solve(self.problem(pattern, boundary), price, gap=_GAP, time_limit_s=self._clock())
         return self._solved[key]
 
     def _known(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
@@ -254,14 +262,47 @@ class Chooser:
         objective_s = price.of(answer.point)
         return replace(answer, objective_s=objective_s, bound_s=bound_s) if bound_s >= objective_s * (1 - _REUSE) else None
 
+    def free(self, pattern: str, boundary: Boundary) -> Solution:
+        """The answer at the steady price, whatever memory it needs."""
+        found = self._answer(pattern, boundary, self._steady)
+        assert found is not None, "asked for boundaries that can be had"
+        return found
+
+    def within(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...]) -> Solution | None:
+        """A good choice of one pattern that keeps `budgets`; None where none was found."""
+        view, free = self._view(pattern, boundary), self._answer(pattern, boundary, price)
+        if free is None or all(budget.holds(free.point) for budget in budgets):
+            return free
+        if (view, price, budgets) not in self._within:
+            relaxed = self._relax(pattern, boundary, price, budgets)
+            problem = self.problem(pattern, boundary)
+            found = None if relaxed is None else solve_near(problem, price, budgets, relaxed, free, gap=_LEAN_GAP, time_limit_s=self._clock())
+            self._within[view, price, budgets] = found
+        return self._within[view, price, budgets]
+
+    def within_s(self, pattern: str, boundary: Boundary, budgets: tuple[Budget, ...]) -> float | None:
+        """Seconds of one micro-batch through one block that keeps `budgets`, at least; None where it cannot."""
+        free = self.free(pattern, boundary)
+        if all(budget.holds(free.point) for budget in budgets):
+            return self._seconds(pattern, boundary, free.bound_s)
+        relaxed = self._relax(pattern, boundary, self._steady, budgets)
+        return None if relaxed is None else self._seconds(pattern, boundary, max(relaxed.bound_s, free.bound_s))
+
+    def _relax(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...]) -> Relaxed | None:
+        key = (self._view(pattern, boundary), price, budgets)
+        if key not in self._relaxed:
+            self._relaxed[key] = relax(self.problem(pattern, boundary), price, budgets)
+        return self._relaxed[key]
+
     def least_s(self, boundary: Boundary) -> Mapping[str, float] | None:
         """Pattern -> seconds of one micro-batch through one block, at least, both passes; None where the boundary cannot be had."""
         chosen = self.choose(boundary, self._steady)
         if chosen is None:
             return None
-        found = {}
-        for pattern, solution in chosen.solutions.items():
-            weights = self.problem(pattern, boundary).weights.values()
-            once_s = sum(w.deferred_s + self._steady.per_parameter_byte_s * w.num_bytes for w in weights)
-            found[pattern] = max(0.0, solution.bound_s - once_s) / self._steady.num_micro_batches
-        return found
+        return {pattern: self._seconds(pattern, boundary, solution.bound_s) for pattern, solution in chosen.solutions.items()}
+
+    def _seconds(self, pattern: str, boundary: Boundary, bound_s: float) -> float:
+        """What a bound at the steady price says of the seconds of one micro-batch, at least."""
+        weights = self.problem(pattern, boundary).weights.values()
+        once_s = sum(w.deferred_s + self._steady.per_parameter_byte_s * w.num_bytes for w in weights)
+        return max(0.0, bound_s - once_s) / self._steady.num_micro_batches

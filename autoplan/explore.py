@@ -13,7 +13,8 @@ its answer serves all shapes where it is within a small part of its bound there.
 
 Working a shape out: integer programs for every boundary (autoplan/choose.py), best cuts under the memory limit by stage
 (autoplan/cuts.py), replay (autoplan/simulate.py), for each ZeRO stage and recomputation that is not dominated by one that fits:
-recomputation only adds time, and so does ZeRO-3 to -2 to -1, as long as memory does not bend the cuts. Where nothing fits, choices that weigh memory follow.
+recomputation only adds time, and so does ZeRO-3 to -2 to -1, as long as memory does not bend the cuts.
+Where memory bends or forbids these, autoplan/squeeze.py bounds the shape under what memory leaves and looks for plans that fit.
 
     gap = 1 - (least bound of all shapes, those that were worked out included) / (time of the chosen plan)
 
@@ -25,23 +26,26 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoplan import squeeze
 from autoplan.bounds import Bounds, Least, least_blocks, ramp
 from autoplan.choose import Boundary, Chooser, Chosen, Outline
 from autoplan.constraints import Constraints, check_degrees, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph, options
+from autoplan.ilp import OutOfTime
 from autoplan.load import BUCKET_BYTES
 from autoplan.outcome import Outcome, Result
 from autoplan.price import Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Step, by_rank, durations, held, least_step, received_bytes, stage_memory, step_seconds
 from autoplan.space import Shape, Space, Storing, space, storings
+from autoplan.squeeze import Place
 from autoplan.stagework import Work
 from autoplan.sync import check_sync, is_served, num_servers
 from costmodel.cluster import Cluster
@@ -50,7 +54,6 @@ from costmodel.prices import Prices
 
 _ENOUGH = 0.005  # the search ends once nothing left can be faster by more
 _NUM_MESHES = 5  # worked out at least, where there are as many
-_LEAN = (0.5, 5.0)  # weights of memory against time where nothing fits
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Searcher:
         self.limit_bytes = min(task.prices.memory_limit_bytes(rank) for rank in _distinct_ranks(task.cluster))
         if task.constraints.max_memory_bytes is not None:
             self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
+        self._deadline_s: float | None = None
         self._choosers: dict[tuple[int, int], Chooser] = {}
         self._boundaries: dict[int, tuple[Boundary, ...]] = {}
         low, high = (task.prices.optimizer_s(n, task.optimizer, float(self.width.total)) for n in (2**23, 2**24))
@@ -99,8 +103,33 @@ class Searcher:
 
     def run(self) -> Outcome:
         """Search until every shape is worked out or proved worse, or time is up. Raises InfeasibleError where nothing fits."""
-        start_s = time.monotonic()
         outcome = Outcome(self._space())
+        limit_s, start_s = self.task.time_limit_s, time.monotonic()
+        try:
+            self._search(outcome, lambda: self._start(start_s, limit_s))
+            if not outcome.fitting:
+                self._smallest(outcome)
+            self._runners_up(outcome)
+        except OutOfTime:
+            assert outcome.fitting, "the limit counts from the first plan on"
+        finally:
+            self._deadline_s = None
+        return outcome
+
+    def _start(self, start_s: float, limit_s: float | None) -> None:
+        """The time limit counts once there is a plan."""
+        self._deadline_s = None if limit_s is None else start_s + limit_s
+
+    def _left_s(self) -> float | None:
+        """Seconds that are left; None for any number. Raises OutOfTime at the end."""
+        if self._deadline_s is None:
+            return None
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0.0:
+            raise OutOfTime("the time limit has passed")
+        return left_s
+
+    def _search(self, outcome: Outcome, on_plan: Callable[[], None]) -> None:
         heap: list[tuple[float, int, Shape]] = []
         for shape in outcome.space.shapes:
             outcome.bounds[shape] = self._peak_bound(shape)
@@ -108,23 +137,18 @@ class Searcher:
         best_s = float("inf")
         while heap:
             bound_s, level, shape = heapq.heappop(heap)
-            late = self.task.time_limit_s is not None and time.monotonic() - start_s > self.task.time_limit_s
-            if bound_s >= best_s * (1 - _ENOUGH) or bound_s == float("inf") or (late and outcome.fitting):
-                break
+            if bound_s >= best_s * (1 - _ENOUGH) or bound_s == float("inf"):
+                return
+            self._left_s()
             if level < 2:
                 tighter = self._operator_bound(shape) if level == 0 else self._program_bound(shape)
                 outcome.bounds[shape] = max(bound_s, tighter)
                 heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
                 continue
             outcome.worked_out.add(shape)
-            for result in self._work_out(shape, best_s):
-                (outcome.fitting if result.fits else outcome.too_large).append(result)
-                if result.fits:
-                    best_s = min(best_s, result.step_s)
-        if not outcome.fitting:
-            self._smallest(outcome)
-        self._runners_up(outcome, start_s)
-        return outcome
+            best_s = self._add(outcome, shape, best_s)
+            if outcome.fitting:
+                on_plan()
 
     def _smallest(self, outcome: Outcome) -> None:
         """Work out the shapes that need least memory, where nothing fits, to say what is missing."""
@@ -135,21 +159,27 @@ class Searcher:
 
         for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))[:_NUM_MESHES]:
             outcome.worked_out.add(shape)
-            for result in self._work_out(shape):
-                (outcome.fitting if result.fits else outcome.too_large).append(result)
+            self._add(outcome, shape)
 
-    def _runners_up(self, outcome: Outcome, start_s: float) -> None:
+    def _add(self, outcome: Outcome, shape: Shape, best_s: float = float("inf"), *, is_squeezed: bool = True) -> float:
+        """Work a shape out; returns the seconds of the best plan that is known then."""
+        results, bound_s = self._work_out(shape, best_s, is_squeezed=is_squeezed)
+        outcome.bounds[shape] = max(outcome.bounds[shape], bound_s)
+        for result in results:
+            (outcome.fitting if result.fits else outcome.too_large).append(result)
+        return min([best_s, *(result.step_s for result in results if result.fits)])
+
+    def _runners_up(self, outcome: Outcome) -> None:
         """Work out the most promising shape of the next best meshes too, so that the ranking has what it is compared with."""
         seen = {r.shape.axes for r in outcome.fitting}
         for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (outcome.bounds[s], s)):
-            late = self.task.time_limit_s is not None and time.monotonic() - start_s > self.task.time_limit_s
-            if late or not outcome.fitting or len(seen) >= _NUM_MESHES:
+            self._left_s()
+            if not outcome.fitting or len(seen) >= _NUM_MESHES:
                 return
             if shape.axes not in seen:
                 seen.add(shape.axes)
                 outcome.worked_out.add(shape)
-                for result in self._work_out(shape):
-                    (outcome.fitting if result.fits else outcome.too_large).append(result)
+                self._add(outcome, shape, is_squeezed=False)
 
     def _space(self) -> Space:
         task = self.task
@@ -269,7 +299,7 @@ class Searcher:
             if self.task.constraints.sequence_parallel is False:
                 forbidden = frozenset(b.factor for b in self.outline.boundaries(degree, None) if b.factor is not None)
             steady = Price(max(1, self.batch // rows), self._optimizer_s / _parameter_width(self.task.graph))
-            self._choosers[key] = Chooser(self.outline, rows, degree, self.pricer, forbidden, steady)
+            self._choosers[key] = Chooser(self.outline, rows, degree, self.pricer, forbidden, steady, self._left_s)
         return self._choosers[key]
 
     def _bounds_of(self, degree: int) -> tuple[Boundary, ...]:
@@ -291,40 +321,46 @@ class Searcher:
         found, fixed = storings(self.task.constraints), self.task.constraints
         return tuple(s for s in found if s.zero == 0) if shape.dp == 1 and fixed.zero is None and fixed.zero_group is None else found
 
-    def _work_out(self, shape: Shape, best_s: float = float("inf")) -> list[Result]:
-        ways = self._storings(shape)
+    def _work_out(self, shape: Shape, best_s: float = float("inf"), *, is_squeezed: bool = True) -> tuple[list[Result], float]:
+        """Plans of a shape, and a lower bound of all its plans that take less than `best_s` (else `best_s`).
+        `is_squeezed`: what does not fit is made to."""
         chooser, price = self._chooser(shape), self._price(shape)
+        places: list[tuple[float, tuple, Storing, Boundary, Mapping[str, Least]]] = []
+        for number, boundary in enumerate(self._bounds_of(shape.tp)):
+            blocks = self._solved(shape.rows, shape.tp, boundary)
+            if blocks is not None:
+                for s in self._storings(shape):
+                    places.append((self._least_step_s(blocks, shape, s), (s.recompute != "none", s.zero, number), s, boundary, blocks))
+        some = best_s == float("inf") and all(place[0] == float("inf") for place in places)  # of what cannot fit, to say what is missing
         results: list[Result] = []
-        for level in (0.0, *_LEAN):
-            promising = False
-            for boundary in self._bounds_of(shape.tp):
-                blocks = self._solved(shape.rows, shape.tp, boundary)
-                left = tuple(s for s in ways if blocks is not None and self._least_step_s(blocks, shape, s) < best_s)
-                chosen = chooser.choose(boundary, price) if left or (blocks is not None and best_s == float("inf")) else None
-                if chosen is not None and level:
-                    chosen = chooser.choose(boundary, self._lean(chosen, price, level))
-                if chosen is not None:
-                    promising = True
-                    results += self._store(shape, chosen, chooser, left or ways, best_s)
-            if not promising or any(result.fits for result in results) or shape.tp == 1:
-                break
-        return results
-
-    def _lean(self, chosen: Chosen, price: Price, level: float) -> Price:
-        seconds = sum(price.of(s.point) * self.outline.counts[p] for p, s in chosen.solutions.items())
-        kept = sum((s.point.parameter_bytes + s.point.saved_bytes) * self.outline.counts[p] for p, s in chosen.solutions.items())
-        weight = level * seconds / max(1, kept)
-        return Price(price.num_micro_batches, price.per_parameter_byte_s + weight, weight)
-
-    def _store(self, shape: Shape, chosen: Chosen, chooser: Chooser, ways: tuple[Storing, ...], best_s: float) -> list[Result]:
-        found: list[Result] = []
-        for storing in sorted(ways, key=lambda s: (s.recompute != "none", s.zero)):
-            if any(r.fits and not r.is_bent and _dominates(r.storing, storing) for r in found):
+        least_s = float("inf")
+        for bound_s, _, storing, boundary, blocks in sorted(places, key=lambda place: place[:2]):
+            fastest_s = min([best_s, *(r.step_s for r in results if r.fits)])
+            if bound_s >= fastest_s and not some:
+                least_s = min(least_s, bound_s)
                 continue
-            result = self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes), best_s)
-            if result is not None:
-                found.append(result)
-        return found
+            if any(r.fits and not r.is_bent and r.chosen.boundary == boundary and _dominates(r.storing, storing) for r in results):
+                continue
+            chosen = chooser.choose(boundary, price)
+            if chosen is None:
+                continue
+
+            def cut(chosen: Chosen, storing: Storing = storing, below_s: float = fastest_s) -> Result | None:
+                return self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes), below_s)
+
+            result = cut(chosen)
+            if result is None:
+                continue
+            results.append(result)
+            if (not result.fits or result.is_bent) and not some:
+                place = Place(chooser, boundary, price, self.step(shape, storing), storing.recompute, blocks)
+                fastest_s = min(fastest_s, result.step_s) if result.fits else fastest_s
+                if self.task.stages is None:
+                    bound_s = max(bound_s, squeeze.bound_s(place, self._bounds, fastest_s))
+                if not result.fits and bound_s < fastest_s * (1 - _ENOUGH) and is_squeezed:
+                    results += squeeze.plans(place, self._bounds, result, cut)
+            least_s = min(least_s, bound_s)
+        return results, min([least_s, best_s, *(r.step_s for r in results if r.fits)])
 
     def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result | None:
         step, is_bent = self.step(shape, storing), False

@@ -90,7 +90,7 @@ class Option:
     writes: tuple[Layout, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Op:
     """One operator. `operands` are the tensor arguments in the order of `runtime.instr.uses`."""
 
@@ -109,11 +109,11 @@ class Op:
     def name(self) -> str:
         return self.instr.name
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         return uses(self.instr)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[str, ...]:
         return tuple(o.name for o in self.instr.outputs if o.spec is not None)
 

@@ -16,25 +16,31 @@
     r[w,s] <= R_c[w,s];  sum_s r[w,s] <= 1;  rest fixed as s: R_c[w,s] = 1
     R_c[w,PARTIAL] = 0;  R_c[w,s] <= y[w,WHOLE,s] + r[w,s];   R_c[w,VARY] <= a[w];   R_c[w,VARY] - R_c'[w,VARY] <= z[w]
     x[o,k] <= k[v,b]  summed over the options k of o that keep v as b
-    parameter_factor * P + saved_factor * A <= limit
+    parameter_factor * P + saved_factor * A <= limit                  for every budget
 
 Given x, every continuous variable takes its smallest feasible value, so the optimum is that of problem.evaluate.
 Conversions that cost nothing need no y: S[v,s] stands in their place. Solver traps: HiGHS refuses another thread count
-later in one process, so it is always 1; a run that ends at its time limit reports "optimal", so `sol_status` decides.
+later in one process, so it is always 1; a run that ends at its time limit reports "optimal", so `sol_status` decides. Where HiGHS
+fails the program goes to CBC, if PuLP brings it along, through a file.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from autoplan.errors import AutoplanError
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from autoplan.problem import BlockPoint, BlockProblem, Budget, Price, evaluate
+
+_USED = 1e-6  # of a relaxed variable
 
 
 class _Expr:
@@ -98,25 +104,66 @@ class Solution:
     bound_s: float
 
 
-def solve(problem: BlockProblem, price: Price, budget: Budget | None = None, *, gap: float = 1e-7, time_limit_s: float | None = None) -> Solution | None:
-    """The cheapest choice of every operator's option, within a relative `gap`; None where nothing satisfies boundary and budget.
+class OutOfTime(AutoplanError):
+    """The time limit passed before the solver had any answer."""
 
-    Raises AutoplanError where no solver is installed, or the solver fails.
+
+def solve(problem: BlockProblem, price: Price, budgets: tuple[Budget, ...] = (), *, gap: float = 1e-7, time_limit_s: float | None = None) -> Solution | None:
+    """The cheapest choice of every operator's option, within a relative `gap`; None where nothing satisfies boundary and budgets.
+
+    Budgets hold up to 1e-6 of their limits. Raises OutOfTime where the time limit passed without an answer, AutoplanError where no
+    solver is installed, or every solver fails.
     """
     picks = _only_choice(problem)
     bound_s = None
     if picks is None:
-        model, chosen = _formulate(problem, price, budget)
+        model, chosen = _formulate(problem, price, budgets)
         values, bound_s = _run(model, problem.name, gap, time_limit_s)
         if values is None:
             return None
         picks = tuple(_pick(columns, values) for columns in chosen)
     point = evaluate(problem, picks)
-    if point is None or (budget is not None and not budget.holds(point)):
-        assert bound_s is None, f"the solver's choice for {problem.name} cannot be had"
+    assert bound_s is None or point is not None, f"the solver's choice for {problem.name} cannot be had"
+    if point is None or (bound_s is None and not all(budget.holds(point) for budget in budgets)):
         return None
     objective_s = price.of(point)
     return Solution(point, picks, objective_s, objective_s if bound_s is None else min(bound_s, objective_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """The program without integrality: a lower bound of the objective, and of every item the choices that it uses."""
+
+    bound_s: float
+    support: tuple[tuple[int, ...], ...]
+
+
+def relax(problem: BlockProblem, price: Price, budgets: tuple[Budget, ...] = ()) -> Relaxed | None:
+    """None where even the relaxation has no solution."""
+    if _only_choice(problem) is not None:
+        found = solve(problem, price, budgets)
+        return None if found is None else Relaxed(found.bound_s, tuple((pick,) for pick in found.picks))
+    model, chosen = _formulate(problem, price, budgets)
+    values, bound_s = _run(model, problem.name, 0.0, None, is_relaxed=True)
+    if values is None or bound_s is None:
+        return None
+    return Relaxed(bound_s, tuple(tuple(k for k, column in enumerate(columns) if values[column] > _USED) if columns else (0,) for columns in chosen))
+
+
+def solve_near(
+    problem: BlockProblem, price: Price, budgets: tuple[Budget, ...], relaxed: Relaxed, known: Solution, *, gap: float, time_limit_s: float | None = None
+) -> Solution | None:
+    """The cheapest choice among those of the relaxation and of a `known` solution, with the relaxation's bound.
+
+    A budget makes the whole program slow, and the relaxation is a mixture of few choices, one of which mostly keeps the budgets. None where none
+    of these do, which does not say that no other choice does. Raises as `solve` does.
+    """
+    kept = [tuple(sorted({*used, pick})) for used, pick in zip(relaxed.support, known.picks, strict=True)]
+    items = tuple(replace(item, choices=tuple(item.choices[k] for k in ks)) for item, ks in zip(problem.items, kept, strict=True))
+    found = solve(replace(problem, items=items), price, budgets, gap=gap, time_limit_s=time_limit_s)
+    if found is None:
+        return None
+    return replace(found, picks=tuple(ks[k] for ks, k in zip(kept, found.picks, strict=True)), bound_s=min(found.objective_s, relaxed.bound_s))
 
 
 def _only_choice(problem: BlockProblem) -> tuple[int, ...] | None:
@@ -127,7 +174,7 @@ def _pick(columns: tuple[int, ...], values: list[float]) -> int:
     return max(range(len(columns)), key=lambda k: values[columns[k]]) if columns else 0
 
 
-def _formulate(problem: BlockProblem, price: Price, budget: Budget | None) -> tuple[_Model, list[tuple[int, ...]]]:
+def _formulate(problem: BlockProblem, price: Price, budgets: tuple[Budget, ...]) -> tuple[_Model, list[tuple[int, ...]]]:
     model = _Model()
     m = price.num_micro_batches
     picks: list[tuple[int, ...]] = []
@@ -165,8 +212,8 @@ def _formulate(problem: BlockProblem, price: Price, budget: Budget | None) -> tu
         saved = saved.plus(_largest(model, expressions), num_bytes)
     model.charge(parameters, price.per_parameter_byte_s)
     model.charge(saved, price.per_saved_byte_s)
-    if budget is not None:
-        scale = 1.0 / max(1.0, budget.limit_bytes)
+    for budget in budgets:
+        scale = 1.0 / max(1.0, abs(budget.limit_bytes))
         used = _Expr().plus(parameters, budget.parameter_factor * scale).plus(saved, budget.saved_factor * scale)
         model.at_most_zero(used.plus(_Expr(constant=-budget.limit_bytes * scale)))
     return model, picks
@@ -267,8 +314,8 @@ def _least(model: _Model, expressions: list[_Expr]) -> _Expr:
     return low
 
 
-def _run(model: _Model, name: str, gap: float, time_limit_s: float | None) -> tuple[list[float] | None, float]:
-    """Column values and a lower bound in seconds; (None, 0) where the program has no solution."""
+def _run(model: _Model, name: str, gap: float, time_limit_s: float | None, *, is_relaxed: bool = False) -> tuple[list[float] | None, float | None]:
+    """Column values and a lower bound in seconds; (None, None) where the program has no solution. `is_relaxed`: no variable is integer."""
     if importlib.util.find_spec("pulp") is None or importlib.util.find_spec("highspy") is None:
         raise AutoplanError("the planner needs the packages pulp (below version 4) and highspy, and they are not installed: pip install 'pulp<4' highspy")
     import pulp
@@ -278,31 +325,53 @@ def _run(model: _Model, name: str, gap: float, time_limit_s: float | None) -> tu
     scale = 1e4 / max(sum(abs(c) for c in model.costs), 1e-30)
     program = pulp.LpProblem("block", pulp.LpMinimize)
     create = getattr(program, "add_variable", pulp.LpVariable)  # older releases have the class alone
-    variables = [create(f"c{i:06d}", 0, 1, pulp.LpInteger if integer else pulp.LpContinuous) for i, integer in enumerate(model.integer)]
+    variables = [create(f"c{i:06d}", 0, 1, pulp.LpInteger if integer and not is_relaxed else pulp.LpContinuous) for i, integer in enumerate(model.integer)]
     program += pulp.LpAffineExpression([(v, c * scale) for v, c in zip(variables, model.costs, strict=True)])
     for expr, sense in model.rows:
         code = pulp.LpConstraintLE if sense == "<=" else pulp.LpConstraintEQ
         terms = pulp.LpAffineExpression([(variables[i], c) for i, c in expr.terms.items() if c])
         program += pulp.LpConstraint(terms, code, rhs=-expr.constant)
-    quiet_start()
-    # A process that ran HiGHS with other threads before gets "not solved" for ours: then with whatever it has.
-    for threads in (1, None):
-        solver = pulp.HiGHS(msg=False, threads=threads, gapRel=gap, timeLimit=time_limit_s)
-        if not solver.available():
-            raise AutoplanError("the HiGHS solver is not installed: pip install highspy")
-        try:
-            program.solve(solver)
-        except pulp.PulpSolverError as error:
-            raise AutoplanError(f"the solver failed on block {name}: {error}") from error
-        if program.status == pulp.LpStatusInfeasible:
-            return None, 0.0
-        if program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-            break
-    else:
-        raise AutoplanError(f"the solver found no answer for block {name}: status {pulp.LpStatus[program.status]!r}; give it more time (time_limit_s)")
-    assert program.solverModel is not None
-    bound = float(program.solverModel.getInfo().mip_dual_bound)
+    bound = _solved(program, name, gap, time_limit_s)
+    if bound is None:
+        return None, None
     return [float(v.varValue or 0.0) for v in variables], bound / scale + model.offset
+
+
+def _solved(program: Any, name: str, gap: float, time_limit_s: float | None) -> float | None:
+    """Solve `program` in place: a lower bound of its objective; None where it has no solution."""
+    import pulp
+
+    quiet_start()
+    told: list[str] = []
+    given: dict[str, Any] = {"gapRel": gap, "timeLimit": time_limit_s}
+    # A process that ran HiGHS with other threads before gets "not solved" for ours: then with whatever it has.
+    makers: list[Callable[[], Any]] = [lambda: pulp.HiGHS(msg=False, threads=1, **given), lambda: pulp.HiGHS(msg=False, **given)]
+    if hasattr(pulp, "PULP_CBC_CMD"):
+        makers.append(lambda: pulp.PULP_CBC_CMD(msg=False, threads=1, **given))
+    for make in makers:
+        solver = make()
+        kind, start_s = type(solver).__name__, time.monotonic()
+        try:
+            if not solver.available():
+                told.append(f"{kind} is not installed")
+                continue
+            program.solve(solver)
+        except Exception as error:  # whatever a solver's library raises: the next one may have an answer
+            told.append(f"{kind} failed: {type(error).__name__}: {error}")
+            continue
+        if program.status == pulp.LpStatusInfeasible:
+            return None
+        if program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            if isinstance(solver, pulp.HiGHS):
+                assert program.solverModel is not None
+                told_of = program.solverModel.getInfo()
+                return float(told_of.mip_dual_bound if program.isMIP() else told_of.objective_function_value)
+            reached = float(pulp.value(program.objective) or 0.0)  # CBC tells no bound
+            return reached - gap * abs(reached) if program.sol_status == pulp.LpSolutionOptimal else -math.inf
+        if time_limit_s is not None and time.monotonic() - start_s >= 0.9 * time_limit_s:
+            raise OutOfTime(f"the solver found no answer for block {name} in {time_limit_s:.2g} s: give it more time (time_limit_s)")
+        told.append(f"{kind} ended with {pulp.LpStatus[program.status]!r}")
+    raise AutoplanError(f"no solver has an answer for block {name}: {'; '.join(told)}")
 
 
 @cache

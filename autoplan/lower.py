@@ -7,6 +7,7 @@ Every operator has an option on the data axis (autoplan/batchaxis.py) and on eac
   is "vary", no collective is placed: its gradient stays a partial sum until the step's reduction (`Stored.partial`). On tensor axes
   that divide rows see autoplan/rowaxes.py.
 - **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step.
+- **Edges.** What leaves a block is brought into the layout of the plan's boundary at its end (autoplan/edges.py), and travels so.
 - **Cuts.** A value made in one stage and read in later ones travels once to each rank that reads it, as it lies where it is made; of
   several stages on one rank the first receives it and hands it on.
 - **Rows.** Rows are dealt to the data ranks as the plan's shares say or as evenly as possible, then to micro-batches; each number of rows that
@@ -18,9 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoplan.arrange import arranged
 from autoplan.batchaxis import BatchAxis, batch_axis, step_ops, training_results
+from autoplan.edges import edge_layouts
 from autoplan.errors import UsageError
 from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Option, options
@@ -31,7 +34,7 @@ from autoplan.precision import MASTER
 from autoplan.rowaxes import resting, row_options, wanted_rest
 from autoplan.schemes import ROLES, feature_axes, parted, row_axes, row_unit
 from autoplan.shares import row_shares, scaled_shares
-from autoplan.variants import AxisAssignment, Emitter, Rows
+from autoplan.variants import AxisAssignment, Emitter, Layouts, Rows
 from runtime.instr import uses
 from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, StageCode, Stored, Transfer
 
@@ -48,6 +51,28 @@ class _Context:
     results: tuple[str, ...]
     stage_of_op: Mapping[int, int]
     given: Mapping[str, str]  # value made by the preamble -> its local name
+    edges: Mapping[str, Layouts]  # value that other blocks read -> its layouts outside of its block, where the plan says so
+
+    def edge_name(self, name: str) -> str:
+        """The local name of a value outside of its block: another one where it was converted."""
+        index = self.graph.producer[name]
+        position = self.graph.ops[index].outputs.index(name)
+        made = [axis.options[index].writes[position] for axis in self.axes]
+        moved = any(axis.degree > 1 and src != dst for axis, src, dst in zip(self.axes, made, self.edges[name], strict=True))
+        return f"{name}__edge" if moved else name
+
+    @cached_property
+    def step(self) -> frozenset[int]:
+        """The ops of the step."""
+        return frozenset(self.ops)
+
+    @cached_property
+    def ops_of_stage(self) -> Mapping[int, tuple[int, ...]]:
+        """Stage -> its ops of the step, in order."""
+        found: dict[int, list[int]] = {}
+        for index in self.ops:
+            found.setdefault(self.stage_of_op[index], []).append(index)
+        return {stage: tuple(indices) for stage, indices in found.items()}
 
 
 def data_shares(plan: Plan, global_rows: int) -> tuple[int, ...]:
@@ -199,7 +224,13 @@ def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:
     ops = step_ops(graph, results, frozenset(batch.preamble_outputs))
     stage_of_block = {block: number for number, stage in enumerate(plan.stages) for block in range(stage.start, stage.stop)}
     stage_of_op = {i: stage_of_block[number] for number, block in enumerate(graph.blocks) for i in range(block.start, block.stop)}
-    return _Context(graph, plan, batch, tuple(axes), ops, results, stage_of_op, {})
+    rows = frozenset(ops)
+    edges = {
+        name: (batch.layouts[name], *(layout for _ in TENSOR_AXES))
+        for name, layout in edge_layouts(graph, plan).items()
+        if graph.producer[name] in rows and name not in batch.preamble_outputs
+    }
+    return _Context(graph, plan, batch, tuple(axes), ops, results, stage_of_op, {}, edges)
 
 
 def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Feed, ...], tuple[Stored, ...], dict[str, str]]:
@@ -274,20 +305,23 @@ def _gathered(context: _Context, axes: Sequence[AxisAssignment], axis: AxisAssig
 def _stage(context: _Context, number: int, needs: Mapping[str, object], rows: Rows) -> StageCode:
     """Lower one stage for one number of rows."""
     graph, plan = context.graph, context.plan
-    emitter = Emitter(graph, context.axes, rows, context.given)
+    outside = {name: layouts for name, layouts in context.edges.items() if context.stage_of_op[graph.producer[name]] != number}
+    emitter = Emitter(graph, context.axes, rows, {**context.given, **{name: context.edge_name(name) for name in outside}})
+    emitter.settled.update(outside)
     spans = range(plan.stages[number].start, plan.stages[number].stop)
-    step = frozenset(context.ops)
     for block in spans:
         emitter.begin()
+        settling: list[str] = []
         for index in range(graph.blocks[block].start, graph.blocks[block].stop):
-            if index in step:
+            if index in context.step:
                 emitter.emit(index)
+                settling += [name for name in graph.ops[index].outputs if name in context.edges]
+        for name in settling:
+            emitter.settle(name, context.edges[name], context.edge_name(name))
     if not emitter.pieces:
         emitter.begin()
     finals, loss = _finals(context, emitter, number)
-    leaving = _leaving(context, number)
-    for name in leaving:
-        emitter.read(name, emitter.produced(name))
+    leaving = tuple(emitter.read(name, emitter.produced(name)) for name in _leaving(context, number))
     keep = {*finals.values(), *leaving, *([loss] if loss else [])}
     codes = _blocks(context, emitter, spans, keep)
     updates = tuple((buffer, finals[value]) for buffer, value in graph.buffer_updates if value in finals)
@@ -327,13 +361,12 @@ def _finals(context: _Context, emitter: Emitter, number: int) -> tuple[dict[str,
 
 def _leaving(context: _Context, number: int) -> tuple[str, ...]:
     """Values made in this stage that a later stage reads, in the order in which they are made."""
-    graph, step = context.graph, frozenset(context.ops)
+    graph, step = context.graph, context.step
     found: list[str] = []
-    for index in context.ops:
-        if context.stage_of_op[index] == number:
-            for name in graph.ops[index].outputs:
-                if name not in context.given and any(c in step and context.stage_of_op[c] != number for c in graph.consumers.get(name, ())):
-                    found.append(name)
+    for index in context.ops_of_stage.get(number, ()):
+        for name in graph.ops[index].outputs:
+            if name not in context.given and any(c in step and context.stage_of_op[c] != number for c in graph.consumers.get(name, ())):
+                found.append(name)
     return tuple(found)
 
 
@@ -350,7 +383,7 @@ def _receives(context: _Context, emitter: Emitter, number: int) -> list[Transfer
 def _holder(context: _Context, name: str, number: int) -> int:
     """The stage from which stage `number` gets a value: the one that makes it, or an earlier one of its own rank that received it."""
     graph, ranks = context.graph, [stage.rank for stage in context.plan.stages]
-    source, step = context.stage_of_op[graph.producer[name]], frozenset(context.ops)
+    source, step = context.stage_of_op[graph.producer[name]], context.step
     if ranks[source] == ranks[number]:
         return source
     readers = {context.stage_of_op[i] for i in graph.consumers.get(name, ()) if i in step}
@@ -392,7 +425,7 @@ def _stored(context: _Context, emitter: Emitter, local: str) -> Stored:
         if isinstance(layout, Split) and axis.degree > 1 and axis.name != "dp":
             chunks.append(Chunk(axis.name, *emitter.chunk(value, layout, number, layouts)))
     partial = tuple(axis.name for axis, layout in zip(context.axes, layouts, strict=True) if axis.degree > 1 and layout == VARY) if value.requires_grad else ()
-    readers = sorted({context.stage_of_op[i] for i in context.ops if name in context.graph.ops[i].operands})
+    readers = sorted({context.stage_of_op[i] for i in context.graph.consumers.get(name, ()) if i in context.step})
     stages = tuple(readers) or (0,)
     kind = value.kind
     assert kind in ("parameter", "buffer", "constant")

@@ -240,5 +240,17 @@ class Budget:
     parameter_factor: float = 1.0
     saved_factor: float = 1.0
 
+    def used_bytes(self, point: BlockPoint) -> float:
+        return self.parameter_factor * point.parameter_bytes + self.saved_factor * point.saved_bytes
+
     def holds(self, point: BlockPoint) -> bool:
-        return self.parameter_factor * point.parameter_bytes + self.saved_factor * point.saved_bytes <= self.limit_bytes
+        return self.used_bytes(point) <= self.limit_bytes
+
+    def implies(self, other: Budget) -> bool:
+        """Whether what keeps this budget keeps `other` too."""
+        if self.limit_bytes < 0.0:
+            return True
+        factors = ((other.parameter_factor, self.parameter_factor), (other.saved_factor, self.saved_factor))
+        if any(theirs > 0.0 and ours <= 0.0 for theirs, ours in factors):
+            return False
+        return self.limit_bytes * max((theirs / ours for theirs, ours in factors if ours > 0.0), default=0.0) <= other.limit_bytes

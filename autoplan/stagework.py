@@ -55,6 +55,7 @@ class Work:
         self.axes = axes
         self.local = local
         self.chosen = chosen
+        self._sent: dict[tuple[int, ...], Mapping[int, tuple[Send, ...]]] = {}
         has_layers = any(block.layer for block in outline.graph.blocks)
         self.loads: Mapping[str, BlockLoad] = {
             pattern: self._block(pattern, recompute == "full" and (not has_layers or outline.graph.blocks[number].layer))
@@ -165,16 +166,22 @@ class Work:
         )
 
     def _sends(self, index: int, starts: tuple[int, ...]) -> tuple[Send, ...]:
+        if starts not in self._sent:
+            self._sent = {starts: self._all_sends(starts)}
+        return self._sent[starts].get(index, ())
+
+    def _all_sends(self, starts: tuple[int, ...]) -> Mapping[int, tuple[Send, ...]]:
+        """Stage -> what it sends to other stages."""
         graph = self.outline.graph
         stage_of = {n: j for j, (a, b) in enumerate(itertools.pairwise(starts)) for n in range(a, b)}
-        found = []
+        found: dict[int, list[Send]] = {}
         for name, readers in self.outline.crossing.items():
-            if stage_of[self.outline.block_of[graph.producer[name]]] != index:
-                continue
-            num_bytes = self._bytes(name, self.outline.layout(name, self.chosen.boundary))
-            for dst in dict.fromkeys(stage_of[r] for r in readers if stage_of[r] != index):
-                found.append(Send(dst, num_bytes, graph.values[name].requires_grad))
-        return tuple(found)
+            home = stage_of[self.outline.block_of[graph.producer[name]]]
+            away = dict.fromkeys(stage_of[r] for r in readers if stage_of[r] != home)
+            if away:
+                num_bytes = self._bytes(name, self.outline.layout(name, self.chosen.boundary))
+                found.setdefault(home, []).extend(Send(dst, num_bytes, graph.values[name].requires_grad) for dst in away)
+        return {stage: tuple(sends) for stage, sends in found.items()}
 
     def _local_elements(self, name: str) -> int:
         value = self.outline.graph.values[name]

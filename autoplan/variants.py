@@ -23,7 +23,7 @@ from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Mode, Split, conversio
 from autoplan.localise import localise
 from autoplan.route import route
 from autoplan.schemes import ROLES
-from runtime.instr import Arg, Instr, Output, Ref, TensorSpec
+from runtime.instr import Arg, Instr, Output, Ref, TensorSpec, uses
 
 Layouts = tuple[Layout, ...]  # one for each axis of the assignment, in order
 
@@ -83,6 +83,7 @@ class Emitter:
         self.pieces: list[list[Instr]] = []
         self.stored: dict[str, tuple[str, Layouts]] = {}  # local name -> (value, layouts): tensors at rest that were used
         self.external: dict[str, str] = {}  # local name -> value: feeds, preamble results and transfers that were used
+        self.settled: dict[str, Layouts] = {}  # value -> how it lies outside of the block that makes it, where a plan says so
 
     def begin(self) -> int:
         self.pieces.append([])
@@ -124,7 +125,9 @@ class Emitter:
         return tuple(sorted(numbers, key=lambda n: ROLES.get(self.axes[n].name) == "gathered"))
 
     def produced(self, name: str) -> Layouts:
-        """How a value lies on each axis where it is made or kept."""
+        """How a value lies on each axis where it is made or kept, or where it was settled."""
+        if name in self.settled:
+            return self.settled[name]
         index = self.graph.producer.get(name)
         found: list[Layout] = []
         for axis in self.axes:
@@ -209,6 +212,23 @@ class Emitter:
         scaled, rest = divmod(count * self.rows.total, self.graph.batch_size)
         assert rest == 0, f"{op.name}: a count of {count} elements does not follow the number of rows"
         return scaled
+
+    def settle(self, name: str, layouts: Layouts, called: str) -> None:
+        """Convert a value at the end of the block that makes it, under the local name `called`. Who reads it later starts from there: other
+        forms of it stay in the block, so that blocks cost what they cost wherever they are put."""
+        local = self.read(name, layouts)
+        self.settled[name] = layouts
+        self.made = {key: made for key, made in self.made.items() if key[0] != name or key[1] == layouts}
+        if local == called:
+            return
+        piece = self.pieces[-1]
+        for i, instr in enumerate(piece):
+            operands = uses(instr)
+            outputs = tuple(replace(out, name=called) if out.name == local else out for out in instr.outputs)
+            if local in operands or outputs != instr.outputs:
+                piece[i] = replace(substitute(instr, [called if operand == local else operand for operand in operands]), outputs=outputs)
+        self.made = {key: called if made == local else made for key, made in self.made.items()}
+        self.specs[called], self.home[called] = self.specs.pop(local), self.home.pop(local)
 
     def read(self, name: str, need: Layouts) -> str:
         """Local name of `name` under the layouts `need`, made now if it is not there."""

@@ -82,11 +82,12 @@ def test_the_integer_program_equals_enumeration(seed: int, micro_batches: int, l
     price = Price(micro_batches, per_parameter_byte_s=1e-12, per_saved_byte_s=1e-13)
     points = [evaluate(problem, picks) for picks in itertools.product(*(range(len(item.choices)) for item in problem.items))]
     feasible = [p for p in points if p is not None]
-    budget = None
+    budgets: tuple[Budget, ...] = ()
     if limit is not None:
-        budget = Budget(limit * max(p.parameter_bytes + 2 * p.saved_bytes for p in feasible), 1.0, 2.0)
-        feasible = [p for p in feasible if budget.holds(p)]
-    found = solve(problem, price, budget)
+        both = Budget(limit * max(p.parameter_bytes + 2 * p.saved_bytes for p in feasible), 1.0, 2.0)
+        budgets = (both, Budget(limit * max(p.saved_bytes for p in feasible), 0.0, 1.0))
+        feasible = [p for p in feasible if all(budget.holds(p) for budget in budgets)]
+    found = solve(problem, price, budgets)
     if not feasible:
         assert found is None
         return

@@ -136,7 +136,7 @@ def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
     searcher = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None))
     space = searcher._space()
     for shape in space.shapes[::3]:
-        times = [r.step_s for r in searcher._work_out(shape)]
+        times = [r.step_s for r in searcher._work_out(shape)[0]]
         bounds = [searcher._peak_bound(shape), searcher._operator_bound(shape), searcher._program_bound(shape)]
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
 
@@ -152,7 +152,7 @@ def test_no_shape_that_was_pruned_is_better(share: float) -> None:
     limit = int(searcher(80 * GIB).run().best().memory.total * share)
     outcome = searcher(limit).run()
     every = searcher(limit)
-    times = [r.step_s for shape in every._space().shapes for r in every._work_out(shape) if r.fits]
+    times = [r.step_s for shape in every._space().shapes for r in every._work_out(shape)[0] if r.fits]
     assert bool(outcome.fitting) == bool(times)
     if times:
         assert outcome.best().step_s * (1 - outcome.gap(outcome.best())) <= min(times) * (1 + 1e-9)

@@ -1,0 +1,114 @@
+"""Plans that memory binds: the commonest block's integer program under the memory that a plan has left for it.
+
+A bound. Any plan that fits and takes less than the best one found keeps the budgets of autoplan/bounds.py, so the program that keeps
+the two which the free choice exceeds most bounds the seconds of its blocks.
+
+Plans. Of a plan that does not fit, the fullest stage has n main blocks, holds h micro-batches and needs M bytes with the block's
+P and A. With the other blocks and the same cuts it fits where
+
+    n * states(P') + n * h * A' <= limit - (M - n * states(P) - n * h * A)
+
+(recomputed: A' once, what enters the blocks does not change). The program under this budget gives the next plan; a stage that is
+too full then adds its own. Where the block has nothing more to give, the other patterns weigh memory too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from autoplan.bounds import Bounds, Least, main_pattern
+from autoplan.choose import Boundary, Chooser, Chosen
+from autoplan.outcome import Result
+from autoplan.problem import Budget, Price
+from autoplan.replay import Step
+
+_TRIES = 4
+_NUM_BUDGETS = 2  # in one program
+_WEIGHT = 0.5  # of memory against time, of the other patterns
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where plans are looked for: all that is fixed but the choices of operators and the cuts."""
+
+    chooser: Chooser
+    boundary: Boundary
+    price: Price
+    step: Step
+    recompute: str
+    blocks: Mapping[str, Least]  # at least, at this boundary
+
+
+def bound_s(place: Place, bounds: Bounds, best_s: float) -> float:
+    """A lower bound of plans at `place` that fit, or `best_s` if it is less."""
+    name = main_pattern(place.blocks)
+    budgets = bounds.budgets(place.blocks, place.step, place.recompute, best_s)
+    seconds = place.chooser.within_s(name, place.boundary, _tightest(budgets, place))
+    if seconds is None:
+        return best_s
+    main = place.blocks[name]
+    tighter = {**place.blocks, name: replace(main, seconds=max(main.seconds, seconds))}
+    return min(best_s, bounds.step_s(tighter, place.step, place.recompute))
+
+
+def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], Result | None]) -> list[Result]:
+    """Plans at `place` that need less memory than `first`, which does not fit, until one fits."""
+    name = main_pattern(place.blocks)
+    outline = place.chooser.outline
+    budgets: list[Budget] = []
+    results: list[Result] = []
+    others, last = first.chosen, first
+    for _ in range(_TRIES):
+        budget = _missing(last, name, place, bounds)
+        found = None
+        if budget is not None:
+            budgets.append(budget)
+            found = place.chooser.within(name, place.boundary, place.price, tuple(budgets[-_NUM_BUDGETS:]))
+        if found is None:
+            if others is not first.chosen:
+                break
+            lean = place.chooser.choose(place.boundary, _lean(first.chosen, place.price, outline.counts))
+            if lean is None:
+                break
+            others, found = lean, lean.solutions[name]
+            budgets.clear()
+        result = cut(Chosen(place.boundary, {**others.solutions, name: found}))
+        if result is None:
+            break
+        results.append(result)
+        if result.fits:
+            break
+        last = result
+    return results
+
+
+def _tightest(budgets: tuple[Budget, ...], place: Place) -> tuple[Budget, ...]:
+    """The budgets that the free choice exceeds most."""
+    free = place.chooser.free(main_pattern(place.blocks), place.boundary)
+    over = {b: b.used_bytes(free.point) - b.limit_bytes for b in budgets}
+    worst = sorted((b for b in budgets if over[b] > 0.0), key=lambda b: (-over[b] / max(1.0, b.limit_bytes), b.limit_bytes, b.saved_factor))
+    return tuple(worst[:_NUM_BUDGETS])
+
+
+def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget | None:
+    """The budget under which the fullest stage of a plan would fit; None where its main blocks have nothing to do with it."""
+    graph, stage = place.chooser.outline.graph, result.fullest
+    inside = range(result.starts[stage], result.starts[stage + 1])
+    count = sum(graph.blocks[i].pattern == name for i in inside)
+    if not count:
+        return None
+    point, main = result.chosen.point(name), place.blocks[name]
+    states = bounds.state_bytes(place.step) / bounds.width_at_rest
+    recomputed = place.recompute == "full" and main.is_recomputed
+    budget = Budget(0.0, count * states, 1.0 if recomputed else count * float(bounds.held(place.step)[stage]))
+    limit = result.limit_bytes - (result.memory.total - budget.used_bytes(point))
+    return replace(budget, limit_bytes=limit) if limit > 0.0 else None
+
+
+def _lean(chosen: Chosen, price: Price, counts: Mapping[str, int]) -> Price:
+    """A price at which memory weighs as a part of all time does."""
+    seconds = sum(price.of(s.point) * counts[p] for p, s in chosen.solutions.items())
+    kept = sum((s.point.parameter_bytes + s.point.saved_bytes) * counts[p] for p, s in chosen.solutions.items())
+    weight = _WEIGHT * seconds / max(1, kept)
+    return Price(price.num_micro_batches, price.per_parameter_byte_s + weight, weight)

@@ -1,0 +1,191 @@
+"""Small planning problems, and all their executable plans priced by the simulator.
+
+Nothing of the search is used: plans are enumerated from the operators' options, lowered, and their programs forecast.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from handmade import Builder, FlatPrices
+
+from autoplan.choose import Outline
+from autoplan.constraints import Constraints
+from autoplan.errors import UsageError
+from autoplan.forecast import Forecast
+from autoplan.graph import Block, Graph, options
+from autoplan.layout import PARTIAL, Split
+from autoplan.lower import lower
+from autoplan.plan import BlockPlan, Plan, StagePlan
+from autoplan.price import Pricer
+from autoplan.replay import Step
+from autoplan.search import search
+from autoplan.simulate import assemble
+from autoplan.space import Shape, space
+from autoplan.workload import load_of, model_of
+from costmodel.cluster import Cluster
+from costmodel.opkey import Collective, OpKey, OpTime
+from runtime.program import Program
+
+NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
+
+
+class RandomPrices(FlatPrices):
+    """Devices and links of any balance."""
+
+    def __init__(self, seed: int, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        draw = random.Random(seed)
+        self.flops_per_s = 10 ** draw.uniform(8, 11)
+        self.bytes_per_s = 10 ** draw.uniform(8, 10)
+        self.launch_s = 10 ** draw.uniform(-8, -5)
+        self.link_bytes_per_s = 10 ** draw.uniform(7, 10)
+        self.latency_s = 10 ** draw.uniform(-8, -5)
+
+    def op(self, key: OpKey, device: int = 0) -> OpTime:
+        moved = 0
+        for shape, _ in (*key.operands, *key.outputs):
+            size = 4
+            for n in shape:
+                size *= n
+            moved += size
+        once = max(key.flops / self.flops_per_s, moved / self.bytes_per_s) + self.launch_s
+        return OpTime(once, 2 * once if key.flops else once, once if len(key.operands) > 1 and key.flops else 0.0)
+
+    def collective(self, collective: Collective) -> float:
+        p = collective.group.size
+        rounds = 2 if collective.kind == "all_reduce" else 1
+        if collective.kind == "send":
+            return self.latency_s + collective.num_bytes / self.link_bytes_per_s
+        return rounds * (self.latency_s * (p - 1) + collective.num_bytes * (p - 1) / p / self.link_bytes_per_s)
+
+    def optimizer_s(self, num_elements: int, optimizer: str, num_bytes_per_element: float, device: int = 0) -> float:
+        return num_elements * num_bytes_per_element / self.bytes_per_s
+
+    def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
+        return self.flops_per_s
+
+
+@dataclass(frozen=True)
+class Instance:
+    graph: Graph
+    cluster: Cluster
+    prices: RandomPrices
+
+
+def instance(seed: int) -> Instance:
+    """A random graph of one to three equal layers and a head, one to four devices, and a memory limit that often binds."""
+    draw = random.Random(seed)
+    has_rows = draw.random() < 0.5
+    b = Builder(batch=draw.choice([2, 4]))
+    s = b.factor(draw.choice([2, 4, 6]))
+    h, v = b.factor(draw.choice([4, 6, 8, 16])), b.factor(draw.choice([4, 10]))
+    lead = (0, s) if has_rows else (0,)
+    b.value("given", "input", (*lead, h), grad=False)
+    b.value("w0", "parameter", (h, h))
+    x = b.linear("x0", "given", "w0")
+    b.block("prologue", 0, "prologue")
+    kind = draw.choice(["plain", "wide"]) if not has_rows else "plain"
+    inner = draw.choice([4, 8, 12, 32])
+    for i in range(draw.choice([1, 2, 3])):
+        start = len(b.ops)
+        f = h if kind == "plain" else b.factor(inner)
+        b.value(f"up{i}", "parameter", (f, h)) if kind == "wide" else b.value(f"up{i}", "parameter", (h, h))
+        x = b.linear(f"u{i}", x, f"up{i}")
+        x = b.elementwise(f"g{i}", [x], (x,))
+        if kind == "wide":
+            b.value(f"down{i}", "parameter", (h, f))
+            x = b.linear(f"d{i}", x, f"down{i}")
+        b.block(f"layers.{i}", start, "layer", layer=True)
+    start = len(b.ops)
+    b.value("head", "parameter", (v, h))
+    x = b.linear("logits", x, "head")
+    b.op("loss", "aten.sum.default", [x], (), [(0, "sum"), *([(s, "sum")] if has_rows else []), (v, "sum")], (x,), ((0,),))
+    b.block("epilogue", start, "epilogue")
+    graph = b.graph(loss="loss")
+    devices = draw.choice([1, 2, 2, 2, 4]) if not has_rows else 2
+    prices = RandomPrices(seed, 1 << 40)
+    cluster = Cluster.parse(f"a100-sxm-80gb:1x{devices}")
+    free = search(graph, cluster, prices, Constraints())
+    return Instance(graph, cluster, RandomPrices(seed, int(free.forecast.peak_memory_bytes * draw.choice([0.4, 0.6, 0.8, 0.95, 1.0, 10.0]))))
+
+
+def least_step_s(case: Instance) -> float:
+    """Seconds of the fastest executable plan that fits; infinity where none does."""
+    outline = Outline(case.graph)
+    found = space(case.cluster.num_devices, case.graph.batch_size or 1, len(outline.blocks), Constraints(), can_micro_batch=outline.batch.blocker is None)
+    pricer = Pricer(case.prices, None)
+    return min((step_s for shape in found.shapes for step_s in _of_shape(case, outline, pricer, shape)), default=float("inf"))
+
+
+def _of_shape(case: Instance, outline: Outline, pricer: Pricer, shape: Shape) -> Iterator[float]:
+    graph, blocks = case.graph, len(case.graph.blocks)
+    cuts = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), shape.pp - 1)]
+    for blocks_plans, starts in itertools.product(_block_plans(outline, shape.tp), cuts):
+        plan = _plan(case, shape, blocks_plans, starts)
+        try:
+            programs = lower(plan, graph)
+        except (AssertionError, UsageError):
+            continue  # some operator cannot read what another one makes
+        model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, shape.tp, None)
+        for recompute in ("none", "full"):
+            loads = tuple(load_of(p, stage, graph, pricer) for p, stage in _stages(programs, recompute))
+            for zero in (0, 1, 2, 3) if shape.dp > 1 else (0,):
+                step = Step(shape.axes, shape.schedule, shape.num_micro_batches, zero, None, "adamw", None, programs[0].stage_ranks)
+                told = assemble(loads, step, model, pricer, with_events=False)
+                if told.peak_memory_bytes <= case.prices.limit_bytes:
+                    yield told.step_time_s
+
+
+def _stages(programs: tuple[Program, ...], recompute: str):
+    """Every stage with its program, its layers recomputed or not."""
+    found = sorted(((p, stage) for p in programs for stage in p.stages), key=lambda item: item[1].index)
+    for program, stage in found:
+        bodies = tuple(
+            replace(body, blocks=tuple(replace(code, recompute=recompute if code.name.startswith("layers") else "none") for code in body.blocks))
+            for body in stage.bodies
+        )
+        yield program, replace(stage, bodies=bodies)
+
+
+def _block_plans(outline: Outline, degree: int) -> Iterator[tuple[BlockPlan, ...]]:
+    """Every combination of options of all patterns' operators, and of layouts between blocks."""
+    graph = outline.graph
+    patterns = [(pattern, graph.blocks[number]) for pattern, number in outline.examples.items()]
+    for boundary in outline.boundaries(degree, None):
+        edges = []
+        for pattern, _ in patterns:
+            enters, leaves = outline.boundary_of(outline.examples[pattern], boundary)
+            edges.append({name: str(layout) for name, layout in (*enters.items(), *leaves)})
+        for picks in itertools.product(*(_labels(graph, block, degree) for _, block in patterns)):
+            yield tuple(
+                BlockPlan(pattern, block.name, {op.name: label for op, label in zip(graph.ops[block.start : block.stop], labels, strict=True)}, edge)
+                for (pattern, block), labels, edge in zip(patterns, picks, edges, strict=True)
+            )
+
+
+def _labels(graph: Graph, block: Block, degree: int) -> list[tuple[str, ...]]:
+    """Options of a block's operators: without the batch, which the data axis divides; of operators that weigh only those that divide them."""
+    choices = []
+    ops = graph.ops[block.start : block.stop]
+    for op in ops:
+        batch = {loop.label for loop in op.loops if loop.factor == graph.batch_factor}
+        given = [graph.values[name].kind != "activation" for name in op.operands]
+        found = [o for o in options(graph, op, degree) if o.label not in batch and not any(g and r == PARTIAL for g, r in zip(given, o.reads, strict=True))]
+        divided = [o for o in found if any(isinstance(x, Split) for x in (*o.reads, *o.writes))]
+        heavy = op.flops >= 0.01 * sum(o.flops for o in ops) and op.flops > 0
+        choices.append([o.label for o in (divided if heavy and divided else found)])
+    return list(itertools.product(*choices))
+
+
+def _plan(case: Instance, shape: Shape, blocks: tuple[BlockPlan, ...], starts: tuple[int, ...]) -> Plan:
+    graph = case.graph
+    stages = tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, j) for j, (a, b) in enumerate(itertools.pairwise(starts)))
+    return Plan(
+        model=graph.name, model_fingerprint=graph.fingerprint, cluster=case.cluster.name, cluster_fingerprint="", global_batch=graph.batch_size or 1,
+        micro_batch_size=shape.rows, num_micro_batches=shape.num_micro_batches, axes=shape.axes, zero=0, zero_group=None, schedule=shape.schedule,
+        num_chunks=1, precision=None, optimizer="adamw", stages=stages, blocks=blocks, forecast=NO_FORECAST, gap=0.0, space={},
+    )  # fmt: skip
