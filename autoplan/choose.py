@@ -268,6 +268,18 @@ class Chooser:
         assert found is not None, "asked for boundaries that can be had"
         return found
 
+    def choose_near(self, chosen: Chosen, price: Price) -> Chosen:
+        """Good choices of all patterns at `price`, among those of `chosen` and of the programs without integrality."""
+        found = dict(chosen.solutions)
+        for pattern, known in chosen.solutions.items():
+            key = (self._view(pattern, chosen.boundary), price, ())
+            if key not in self._within:
+                problem, relaxed = self.problem(pattern, chosen.boundary), self._relax(pattern, chosen.boundary, price, ())
+                assert relaxed is not None, "a solution is one of the relaxation too"
+                self._within[key] = solve_near(problem, price, (), relaxed, known, gap=_LEAN_GAP, time_limit_s=self._clock())
+            found[pattern] = self._within[key] or known
+        return Chosen(chosen.boundary, found)
+
     def within(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...]) -> Solution | None:
         """A good choice of one pattern that keeps `budgets`; None where none was found."""
         view, free = self._view(pattern, boundary), self._answer(pattern, boundary, price)

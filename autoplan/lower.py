@@ -224,11 +224,11 @@ def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:
     ops = step_ops(graph, results, frozenset(batch.preamble_outputs))
     stage_of_block = {block: number for number, stage in enumerate(plan.stages) for block in range(stage.start, stage.stop)}
     stage_of_op = {i: stage_of_block[number] for number, block in enumerate(graph.blocks) for i in range(block.start, block.stop)}
-    rows = frozenset(ops)
-    edges = {
-        name: (batch.layouts[name], *(layout for _ in TENSOR_AXES))
-        for name, layout in edge_layouts(graph, plan).items()
-        if graph.producer[name] in rows and name not in batch.preamble_outputs
+    running = frozenset(ops)
+    edges = {  # boundaries speak of one tensor axis
+        name: (batch.layouts[name], layout)
+        for name, layout in (edge_layouts(graph, plan).items() if len(axes) == 2 else ())
+        if graph.producer[name] in running and name not in batch.preamble_outputs
     }
     return _Context(graph, plan, batch, tuple(axes), ops, results, stage_of_op, {}, edges)
 

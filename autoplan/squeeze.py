@@ -68,10 +68,8 @@ def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], R
         if found is None:
             if others is not first.chosen:
                 break
-            lean = place.chooser.choose(place.boundary, _lean(first.chosen, place.price, outline.counts))
-            if lean is None:
-                break
-            others, found = lean, lean.solutions[name]
+            others = place.chooser.choose_near(first.chosen, _lean(first.chosen, place.price, outline.counts))
+            found = others.solutions[name]
             budgets.clear()
         result = cut(Chosen(place.boundary, {**others.solutions, name: found}))
         if result is None:
