@@ -19,7 +19,7 @@ import torch
 from autoplan import capture
 from autoplan.api import load_cluster
 from autoplan.constraints import Constraints
-from autoplan.modelsource import BatchSizes, load
+from autoplan.modelsource import BatchSizes, Source, from_config, load
 from autoplan.search import search
 from costmodel.analytic import AnalyticPrices
 
@@ -45,13 +45,24 @@ class SolverClock:
         pulp.LpProblem.solve = self._solve
 
 
+DEEP = "gpt-1024-layers"
+
+
+def deep_gpt(rows: int, seq: int) -> Source:
+    """A GPT-2 of 1,024 layers of width 1,024."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1024, n_embd=1024, n_head=16, n_positions=seq, vocab_size=50304, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return from_config(DEEP, GPT2LMHeadModel, config, BatchSizes(rows, seq))
+
+
 def measure(case: str) -> dict[str, Any]:
     """One case, as the fields of its line."""
     model, device, nodes, rows, seq = case.split(":")
     cluster = load_cluster(f"{device}:{nodes}")
-    source = load(model, BatchSizes(int(rows), int(seq)))
+    source = deep_gpt(int(rows), int(seq)) if model == DEEP else load(model, BatchSizes(int(rows), int(seq)))
     marks = [(time.process_time(), time.perf_counter())]
-    graph = capture(source.model, source.batch)
+    graph = capture(source.model, source.batch, precision="bf16")
     marks.append((time.process_time(), time.perf_counter()))
     with SolverClock() as solver:
         plan = search(graph, cluster, AnalyticPrices(cluster), Constraints(), precision="bf16")

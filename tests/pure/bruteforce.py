@@ -85,18 +85,19 @@ def instance(seed: int) -> Instance:
     h, v = b.factor(draw.choice([4, 6, 8, 16])), b.factor(draw.choice([4, 10]))
     lead = (0, s) if has_rows else (0,)
     b.value("given", "input", (*lead, h), grad=False)
-    b.value("w0", "parameter", (h, h))
-    x = b.linear("x0", "given", "w0")
+    size, kind, inner = b.sizes[h], draw.choice(["plain", "wide"]) if not has_rows else "plain", draw.choice([4, 8, 12, 32])
+    first = b.factor(size)
+    b.value("w0", "parameter", (first, h))
+    x, h = b.linear("x0", "given", "w0"), first
     b.block("prologue", 0, "prologue")
-    kind = draw.choice(["plain", "wide"]) if not has_rows else "plain"
-    inner = draw.choice([4, 8, 12, 32])
     for i in range(draw.choice([1, 2, 3])):
-        start = len(b.ops)
-        f = h if kind == "plain" else b.factor(inner)
-        b.value(f"up{i}", "parameter", (f, h)) if kind == "wide" else b.value(f"up{i}", "parameter", (h, h))
+        start, f = len(b.ops), b.factor(size if kind == "plain" else inner)
+        b.value(f"up{i}", "parameter", (f, h))
         x = b.linear(f"u{i}", x, f"up{i}")
         x = b.elementwise(f"g{i}", [x], (x,))
+        h = f
         if kind == "wide":
+            h = b.factor(size)
             b.value(f"down{i}", "parameter", (h, f))
             x = b.linear(f"d{i}", x, f"down{i}")
         b.block(f"layers.{i}", start, "layer", layer=True)
