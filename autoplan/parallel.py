@@ -39,6 +39,7 @@ from runtime.executor import Executor
 from runtime.guard import PATIENCE_S
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
 from runtime.program import Program
+from runtime.saving import Saving
 from runtime.scaling import LossScale
 
 _MAX_SHAPES = 8  # captured input shapes that are kept
@@ -297,6 +298,11 @@ class ParallelModel:
         return iter(self._ready("parameters").executor.named_parameters())
 
     @property
+    def num_steps(self) -> int:
+        """Calls of `forward_backward` so far, those before a checkpoint that was loaded included."""
+        return self._ready("num_steps").executor.num_steps
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last `forward_backward` added nothing, because its loss or a gradient was not finite. The same on every rank."""
         return self.executor.step_was_skipped
@@ -341,10 +347,25 @@ class ParallelModel:
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that loads under another plan and number of ranks. Atomic: the previous one stays until it is complete."""
+    def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True) -> Saving:
+        """Write a checkpoint that loads under another plan and number of ranks. Atomic: the previous one stays until it is complete.
+
+        Every rank calls it. Without `wait` training goes on while it is written, from a copy on the CPU of each stage's first rank; it is
+        in place after `finish_saving()`, the next `save` or `load`, or the process' end.
+        """
         with told():
-            self.executor.save(path, optimizer)
+            return self.executor.save(path, optimizer, wait=wait)
+
+    def finish_saving(self) -> None:
+        """Return when a checkpoint that `save(wait=False)` began is in place. Every rank calls it."""
+        with told():
+            self.executor.finish_saving()
+
+    def export(self, path: str | Path) -> None:
+        """Write the model as a folder of safetensors files under its own names, those of `model.state_dict()`. Every rank calls it."""
+        kept = self._model.state_dict().keys()
+        with told():
+            self.executor.export(path, lambda name: name in kept)
 
     def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint that `save` wrote, under any plan."""

@@ -3,8 +3,7 @@
     PATH/index.json             version, number of steps, hyperparameters, file and shape of each tensor
     PATH/model-P-I.safetensors  parameters and buffers of "pp" coordinate P, file I; optimizer state beside them as "name::state"
 
-Everything is written to a folder next to PATH that is renamed at the end: PATH is the old checkpoint or the new one, never
-a part of one. All ranks have to see the same file system.
+PATH is the old checkpoint or the new one, never a part of one (runtime/saving.py). All ranks have to see the same file system.
 """
 
 from __future__ import annotations
@@ -13,24 +12,22 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
 from runtime.mesh import Mesh
+from runtime.saving import Saving, Writer, existing, finish, replace, scratch_of, write_whole
 from runtime.scaling import LossScale
 from runtime.state import gather_all, is_first_of_stage, owned
 from runtime.storage import Resident
 
 VERSION = 1
-FILE_BYTES = 2**31
 _SCALAR = "scalars"
 
 
@@ -49,61 +46,113 @@ def save(
     stage_ranks: tuple[int, ...],
     progress: Progress,
     optimizer: torch.optim.Optimizer | None = None,
-) -> None:
-    """Write a checkpoint. All ranks call it; it returns when the checkpoint is in place.
+    *,
+    wait: bool = True,
+) -> Saving:
+    """Write a checkpoint. All ranks call it; with `wait` it is in place when they return, else once `Saving.wait` has returned on all.
 
-    Raises CheckpointError for optimizer state that is neither of its parameter's shape nor a scalar.
+    Without `wait` the first rank of each stage holds a dense copy of the stage on the CPU until it is written.
+    Raises CheckpointError, on every rank, for optimizer state that is neither of its parameter's shape nor a scalar, and for files
+    that cannot be written.
     """
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.partial")
-    if mesh.rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    _barrier(mesh)
+    scratch = scratch_of(path)
+    together(mesh, lambda: _fresh(scratch) if mesh.rank == 0 else None, f"saving {path}")
     mine = tuple(r for r in owned(residents, mesh, stage_ranks) if r.stored.kind != "constant")
-    entries, scalars = _write(scratch, mine, mesh, optimizer)
-    told: list[Any] = [None] * mesh.world_size
-    if mesh.world_size > 1:
-        dist.all_gather_object(told, (entries, scalars))
-    else:
-        told = [(entries, scalars)]
-    if mesh.rank == 0:
-        index = {
-            "version": VERSION,
-            "num_steps": progress.num_steps,
-            "loss_scale": dataclasses.asdict(progress.loss_scale) if progress.loss_scale is not None else None,
-            "groups": _hyperparameters(optimizer),
-            "tensors": {name: entry for own, _ in told for name, entry in sorted(own.items())},
-            _SCALAR: {name: value for _, own in told for name, value in sorted(own.items())},
-        }
-        (scratch / "index.json").write_text(json.dumps(index, indent=1))
-        _replace(scratch, path)
-    _barrier(mesh)
-
-
-def _write(folder: Path, mine: tuple[Resident, ...], mesh: Mesh, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, dict], dict[str, Any]]:
-    entries: dict[str, dict] = {}
     scalars: dict[str, Any] = {}
-    pending: dict[str, torch.Tensor] = {}
-    num_files = 0
+    is_writer = is_first_of_stage(mesh)
+    writer = Writer(scratch, mesh.axis("pp").index)
+    tensors = _on_cpu(_named(mine, optimizer, scalars), is_writer=is_writer)
+    index = {
+        "version": VERSION,
+        "num_steps": progress.num_steps,
+        "loss_scale": dataclasses.asdict(progress.loss_scale) if progress.loss_scale is not None else None,
+        "groups": _hyperparameters(optimizer),
+    }
+    kept: list[tuple[str, torch.Tensor]] = []
 
-    def flush() -> None:
-        nonlocal num_files
-        if pending:
-            save_file(pending, folder / f"model-{mesh.axis('pp').index}-{num_files}.safetensors")
-            pending.clear()
-            num_files += 1
+    def work() -> None:
+        if is_writer:
+            writer.write(kept or tensors)
+            writer.end(scalars)
+        if mesh.rank == 0:
+            finish(path, mesh.axis("pp").size, index, mesh.timeout_s)
 
-    for name, dense in _named(mine, optimizer, scalars):
-        if not is_first_of_stage(mesh):
-            continue
-        file = f"model-{mesh.axis('pp').index}-{num_files}.safetensors"
-        entries[name] = {"file": file, "shape": list(dense.shape)}
-        pending[name] = dense.to("cpu", copy=True).contiguous()
-        if sum(t.nbytes for t in pending.values()) > FILE_BYTES:
-            flush()
-    flush()
-    return entries, scalars if is_first_of_stage(mesh) else {}
+    def gather() -> None:
+        kept.extend(tensors)
+
+    if not wait:
+        together(mesh, gather, f"saving {path}")
+        return Saving(work)
+    if not is_writer:
+        together(mesh, gather, f"saving {path}")
+    else:
+        together(mesh, work, f"saving {path}")
+    return Saving()
+
+
+def _fresh(scratch: Path) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+
+
+def together(mesh: Mesh, work: Callable[[], None], what: str) -> None:
+    """`work` on every rank; what fails on one is raised on all as CheckpointError."""
+    failed = None
+    try:
+        with mesh.guard.waiting():  # for its disk: a rank that writes for long is not stuck
+            work()
+    except (CheckpointError, OSError, SafetensorError) as error:
+        failed = error
+    told = mesh.guard.exchange(None if failed is None else str(failed), what, mesh.timeout_s)
+    text = next((text for text in told if text is not None), None)
+    if text is not None:
+        raise CheckpointError(text) from failed
+
+
+def _on_cpu(tensors: Iterator[tuple[str, torch.Tensor]], *, is_writer: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies that the next step does not change; nothing where others write. (Every rank has to iterate: gathering is collective.)"""
+    for name, tensor in tensors:
+        if is_writer:
+            yield name, tensor.to("cpu", copy=True).contiguous()
+
+
+def export(path: str | os.PathLike, residents: tuple[Resident, ...], mesh: Mesh, stage_ranks: tuple[int, ...], keep: Callable[[str], bool]) -> None:
+    """The model alone, as safetensors under its own names (aliases included, each with values of its own): a folder of files with
+    model.safetensors.index.json, the form of the Hugging Face hub. `keep` says which names. All ranks call it."""
+    path = Path(path)
+    scratch = scratch_of(path)
+    together(mesh, lambda: _fresh(scratch) if mesh.rank == 0 else None, f"exporting {path}")
+    mine = tuple(r for r in owned(residents, mesh, stage_ranks) if r.stored.kind != "constant")
+    is_writer = is_first_of_stage(mesh)
+    writer = Writer(scratch, mesh.axis("pp").index)
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for resident, dense in gather_all(mine, lambda r: r.tensor):
+            for name in dict.fromkeys((resident.stored.fqn, *resident.stored.aliases)):
+                if keep(name):
+                    yield name, dense
+
+    def work() -> None:
+        for _ in () if is_writer else named():
+            pass
+        if is_writer:
+            writer.write(_on_cpu(named(), is_writer=True))
+            writer.end({})
+
+    def close() -> None:
+        if mesh.rank:
+            return
+        homes: dict[str, str] = {}
+        for place in range(mesh.axis("pp").size):
+            part = scratch / f"part-{place}.json"
+            homes |= {name: entry["file"] for name, entry in json.loads(part.read_text(encoding="utf-8"))["tensors"].items()}
+            part.unlink()
+        write_whole(scratch / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": dict(sorted(homes.items()))}, indent=1))
+        replace(scratch, path)
+
+    together(mesh, work, f"exporting {path}")
+    together(mesh, close, f"exporting {path}")
 
 
 def _named(mine: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None, scalars: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,25 +193,11 @@ def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> list[dict[str, 
     return groups
 
 
-def _replace(scratch: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    scratch.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _barrier(mesh: Mesh) -> None:
-    if mesh.world_size > 1:
-        dist.barrier()
-
-
 class Reader:
     """A checkpoint on disk: dense tensors by name. Raises CheckpointError where it is missing or damaged."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
+        self.path = existing(Path(path))
         try:
             index = json.loads((self.path / "index.json").read_text())
             if index["version"] != VERSION:

@@ -26,6 +26,7 @@ from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
 from runtime.run import Code, Run
+from runtime.saving import Saving
 from runtime.scaling import LossScale
 from runtime.schedule import forward_only, schedule
 from runtime.servers import Servers
@@ -59,6 +60,7 @@ class Executor:
         self.loss_scale = loss_scale
         self.step_was_skipped = False
         self._random_by_element = random_by_element
+        self._saving: Saving | None = None
         is_split, served_by = program.schedule in ("zb", "zbv"), servers_of(program)
         self.storages: dict[int, Storage] = {
             s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by)) for s in program.stages
@@ -219,12 +221,26 @@ class Executor:
         """Fill every parameter and buffer from `dense(name)` (None: not there), each rank its own part. Raises ValueError."""
         load(self.residents, dense)
 
-    def save(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that loads under any plan and world size. Raises CheckpointError."""
-        checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, checkpoint.Progress(self.num_steps, self.loss_scale), optimizer)
+    def save(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True) -> Saving:
+        """Write a checkpoint that loads under any plan and world size (runtime/checkpoint.py). Raises CheckpointError."""
+        self.finish_saving()
+        progress = checkpoint.Progress(self.num_steps, self.loss_scale)
+        self._saving = checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, progress, optimizer, wait=wait)
+        return self._saving
+
+    def finish_saving(self) -> None:
+        """Until a checkpoint that is being written in the background is in place, on every rank. Raises CheckpointError."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            checkpoint.together(self.mesh, saving.wait, "saving")
+
+    def export(self, path: str | os.PathLike, keep: Callable[[str], bool]) -> None:
+        """The model as safetensors under its own names (runtime/checkpoint.py). Raises CheckpointError."""
+        checkpoint.export(path, self.residents, self.mesh, self.program.stage_ranks, keep)
 
     def load(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint. Raises CheckpointError before anything is changed."""
+        self.finish_saving()
         progress = checkpoint.load(path, self.residents, optimizer)
         self.num_steps = progress.num_steps
         if self.loss_scale is not None and progress.loss_scale is not None:

@@ -85,7 +85,7 @@ class Guard:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """This rank waits for others inside: nobody may wait for it for that reason alone."""
+        """Inside, this rank waits (for others, for its disk): it is not stuck."""
         self._waits += 1
         try:
             yield

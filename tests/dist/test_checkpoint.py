@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from runtime.errors import CheckpointError
+from runtime.saving import Writer
+from tests.dist import resumes
 from tests.dist.launch import run_ranks
-from tests.dist.programs import Setup, make_batch
+from tests.dist.mortal import ends, note_fault
+from tests.dist.programs import Model, Setup, make_batch
 from tests.dist.test_executor import make_executor
 
 
@@ -65,3 +75,113 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole(tmp_path: Path):
     names = json.loads((tmp_path / "c" / "index.json").read_text())["tensors"]
     assert not any(name.startswith("layers.3") for name in names)
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_training_that_lost_a_rank_goes_on_after_a_restart_as_if_nothing_had_been(tmp_path: Path):
+    (tmp_path / "calm").mkdir()
+    calm = run_ranks(resumes.main, 2, tmp_path / "calm", "none", timeout_s=200)[0]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run([*run, "-m", "tests.dist.resumes", str(tmp_path), "kill"], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "died").exists()
+    lines = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
+    assert [int(step) for step, _ in lines] in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 2, 3, 4, 5])
+    assert all(float(loss) == calm[int(step)] for step, loss in lines)
+
+
+def _dies_while_saving(folder: str) -> None:
+    setup = Setup(pp=2, dtype="float32")
+    executor, _ = make_executor(setup)
+    optimizer = torch.optim.AdamW(executor.parameters(), lr=1e-2)
+    for _ in range(2):
+        executor.step(make_batch(setup.num_rows))
+        optimizer.step()
+        optimizer.zero_grad()
+        if executor.num_steps == 2 and dist.get_rank() == 1:
+            Writer.end = _killed  # type: ignore[method-assign]
+        executor.save(f"{folder}/c", optimizer)
+
+
+def _killed(*_: Any) -> None:
+    note_fault()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path):
+    found = ends(_dies_while_saving, 2, str(tmp_path), timeout_s=250)
+    assert found[0].exit_code == 1 and "rank 1 " in found[0].text, found
+    assert found[0].after_s < 60
+    executor, _ = make_executor(Setup(dtype="float32"))
+    executor.load(tmp_path / "c", torch.optim.AdamW(executor.parameters(), lr=1e-2))
+    assert executor.num_steps == 1
+
+
+def test_a_process_that_dies_between_the_two_renames_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    executor, _ = make_executor(Setup())
+    executor.save(tmp_path / "c")
+    executor.num_steps = 7
+    rename = Path.rename
+
+    def dies(self: Path, target: Path) -> Path:
+        if self.name == ".c.partial":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", dies)
+    with pytest.raises(KeyboardInterrupt):
+        executor.save(tmp_path / "c")
+    monkeypatch.undo()
+    assert not (tmp_path / "c").exists()
+    executor.load(tmp_path / "c")
+    assert executor.num_steps == 0
+    executor.num_steps = 8
+    executor.save(tmp_path / "c")
+    executor.load(tmp_path / "c")
+    assert executor.num_steps == 8 and [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_checkpoint_in_the_background_has_the_values_of_its_moment(tmp_path: Path):
+    executor, _ = make_executor(Setup())
+    before = executor.full_state_dict()
+    saving = executor.save(tmp_path / "c", wait=False)
+    with torch.no_grad():
+        for parameter in executor.parameters():
+            parameter.zero_()
+    executor.finish_saving()
+    assert saving.is_done
+    executor.load(tmp_path / "c")
+    assert all(torch.equal(before[name], tensor) for name, tensor in executor.full_state_dict().items())
+
+
+def test_what_a_background_write_fails_with_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    executor, _ = make_executor(Setup())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("runtime.saving.save_file", full)
+    executor.save(tmp_path / "c", wait=False)
+    with pytest.raises(CheckpointError, match="no space left"):
+        executor.finish_saving()
+    with pytest.raises(CheckpointError, match="no space left"):
+        executor.save(tmp_path / "c")
+
+
+def _exports(folder: str) -> None:
+    setup = Setup(pp=2, tp=2)
+    executor, _ = make_executor(setup)
+    executor.export(f"{folder}/model", lambda name: True)
+
+
+def test_an_exported_model_is_a_folder_of_safetensors_that_loads_into_the_plain_model(tmp_path: Path):
+    run_ranks(_exports, 4, str(tmp_path), timeout_s=200)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index.values())):
+        state |= load_file(tmp_path / "model" / file)
+    model = Model(Setup().num_layers)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.load_state_dict(state, strict=True)
+    assert state.keys() == index.keys() and all(torch.equal(tensor, state[name]) for name, tensor in Model(Setup().num_layers).state_dict().items())
