@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def find_plan(
     except ValueError as error:
         raise UsageError(str(error)) from error
     graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn, precision=precision)
+    if graph.loss is None:
+        warnings.warn(f"{graph.name} gives no loss, so the plan is one of its forward pass: to train, give labels in the batch, or loss_fn", stacklevel=2)
     return search(
         graph, found, prices or AnalyticPrices(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s
     )

@@ -11,8 +11,8 @@ The data axis divides the batch factor b. For each operator in order, with the l
 
 Parameters lie VARY on this axis: their gradients are partial sums that the step's reduction completes.
 
-Preamble: values made from the batch alone that need a collective (a count of valid labels) are computed once, before the
-first micro-batch, over all rows.
+Preamble: values made from the batch alone that need a collective (a count of valid labels, or the sum of their classes' weights,
+which lie in a buffer) are computed once, before the first micro-batch, over all rows.
 
 Micro-batches are the same division in time, where no collective exists. So a graph may be cut into micro-batches exactly if,
 outside the preamble, no activation changes its layout on this axis. `micro_batch_blocker` names the operator that forbids it.
@@ -97,8 +97,9 @@ def micro_batch_blocker(graph: Graph, degree: int = 2) -> str | None:
 
 
 def _batch_only(graph: Graph) -> frozenset[str]:
-    """Values that depend on the batch and constants alone."""
-    found = {v.name for v in graph.values.values() if v.kind in ("input", "constant")}
+    """Values that depend on the batch, constants and buffers that the step does not write, alone."""
+    written = {buffer for buffer, _ in graph.buffer_updates}
+    found = {v.name for v in graph.values.values() if v.kind in ("input", "constant") or (v.kind == "buffer" and v.name not in written)}
     for op in graph.ops:
         if not op.random and op.operands and all(name in found for name in op.operands):
             found.update(op.outputs)

@@ -167,13 +167,11 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
         stages.append(replace(lowered[0], bodies=tuple(stage.bodies[0] for stage in lowered)))
     stages = _with_sends(stages)
     stage_ranks = tuple(stage.rank for stage in plan.stages)
+    stages, readers = _with_kept(stages, stage_ranks, preamble, kept)
     programs = []
     for coordinate in range(plan.degree("pp")):
         own = tuple(stage for stage in stages if stage_ranks[stage.index] == coordinate)
-        wanted = preamble is not None and any(name in block.inputs for s in own for body in s.bodies for block in body.blocks for name in preamble.outputs)
-        if wanted and kept:
-            names = {stored.name for stage in own for stored in stage.stored}
-            own = (replace(own[0], stored=own[0].stored + tuple(stored for stored in kept if stored.name not in names)), *own[1:])
+        wanted = preamble is not None and any(stage.index in readers for stage in own)
         programs.append(
             Program(
                 axes=plan.axes,
@@ -250,8 +248,28 @@ def _preamble(context: _Context, rows: Rows) -> tuple[BlockCode | None, tuple[Fe
     given = {name: emitter.read(name, (batch.layouts[name], *rest_axes)) for name in batch.preamble_outputs}
     code = BlockCode("preamble", tuple(emitter.external), tuple(emitter.stored), tuple(emitter.pieces[0]), tuple(dict.fromkeys(given.values())))
     kept = tuple(_stored(context, emitter, local) for local in emitter.stored)
-    assert all(stored.kind == "constant" for stored in kept), "the preamble reads the batch and constants alone"
+    assert all(stored.kind in ("constant", "buffer") for stored in kept), "the preamble reads the batch, constants and buffers alone"
     return code, tuple(_feed(graph, name) for name in emitter.external), kept, given
+
+
+def _with_kept(
+    stages: list[StageCode], stage_ranks: tuple[int, ...], preamble: BlockCode | None, kept: tuple[Stored, ...]
+) -> tuple[list[StageCode], frozenset[int]]:
+    """The stages with what the preamble reads, held by the first stage of every rank that runs it; and those first stages."""
+    if preamble is None:
+        return stages, frozenset()
+    made = frozenset(preamble.outputs)
+    wanting = {stage_ranks[s.index] for s in stages if any(made & set(block.inputs) for body in s.bodies for block in body.blocks)}
+    first = frozenset(min(s.index for s in stages if stage_ranks[s.index] == rank) for rank in wanting)
+    shared = {stored.name for stored in kept if stored.kind == "buffer"}
+    holders = {name: {s.index for s in stages if any(stored.name == name for stored in s.stored)} | first for name in shared}
+
+    def held(stage: StageCode) -> StageCode:
+        names = {stored.name for stored in stage.stored}
+        stored = stage.stored + (tuple(s for s in kept if s.name not in names) if stage.index in first else ())
+        return replace(stage, stored=tuple(replace(s, stages=tuple(sorted(holders[s.name]))) if s.name in shared else s for s in stored))
+
+    return [held(stage) for stage in stages], first
 
 
 def _feed(graph: Graph, name: str) -> Feed:
@@ -270,6 +288,11 @@ def _parameter_needs(context: _Context) -> dict[str, tuple[tuple[Layout, ...], .
                 uses = found.setdefault(name, [{} for _ in context.axes])
                 for axis, seen in zip(context.axes, uses, strict=True):
                     seen[axis.options[index].reads[i]] = None
+    for index in context.batch.preamble:
+        for name in graph.ops[index].operands:
+            if graph.values[name].kind == "buffer":
+                for seen in found.setdefault(name, [{} for _ in context.axes]):
+                    seen[WHOLE] = None
     return {name: tuple(tuple(seen) for seen in uses) for name, uses in found.items()}
 
 

@@ -58,6 +58,7 @@ def parallelize(
     *,
     timeout_s: float | None = None,
     check_data: bool = False,
+    compile_backend: str | None = None,
 ) -> ParallelModel:
     """`model` as this job trains it, under torchrun or alone. Every rank calls it with the same arguments.
 
@@ -65,7 +66,8 @@ def parallelize(
     first `forward_backward`. `plan` (a Plan or its file) is used instead of searching. `precision`: "fp32", "bf16" or "fp16"
     (autoplan/precision.py); None computes as the plan says, or as the model is. A rank that is gone, or has not moved for `timeout_s`
     (None: the larger of 30 s and five steps of the forecast) while others wait for it, ends the job with one message. `check_data`
-    compares at every call what the ranks were given (autoplan/share.py). Raises the errors of `find_plan`, and
+    compares at every call what the ranks were given (autoplan/share.py). `compile_backend` ("inductor"): the blocks of the program are
+    compiled by torch.compile. Raises the errors of `find_plan`, and
     StalePlanError for a plan of another model, precision or number of ranks.
     """
     check_precision(precision)
@@ -76,7 +78,7 @@ def parallelize(
         if precision not in (None, given.precision):
             raise StalePlanError(f"the plan computes in {given.precision or 'the precision of the model'}, asked for is {precision}: plan again for it.")
         precision = given.precision
-    settings = _Settings(given, cluster, constraints or Constraints(), loss_fn, optimizer, precision, seed, device, timeout_s, check_data)
+    settings = _Settings(given, cluster, constraints or Constraints(), loss_fn, optimizer, precision, seed, device, timeout_s, check_data, compile_backend)
     parallel = ParallelModel(model, settings)
     rows = given.global_batch if given is not None else max(8, 2 * _world_size())
     example = batch if batch is not None else example_batch(model, rows)
@@ -101,6 +103,7 @@ class _Settings:
     device: torch.device
     timeout_s: float | None
     check_data: bool
+    compile_backend: str | None
 
 
 class ParallelModel:
@@ -136,7 +139,10 @@ class ParallelModel:
         dense = _dense_source(self._model, graph)
         scale = LossScale() if precision == "fp16" else None
         self._calls = Calls(mesh)
-        self._executor = Executor(program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale)
+        with told():
+            self._executor = Executor(
+                program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend
+            )
         protect(self._executor.trainable)
 
     def _for_graph(self, plan: Plan, graph: Graph, batch: Batch) -> Plan:

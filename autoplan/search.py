@@ -239,6 +239,8 @@ def _reasons(best: Result, outcome: Outcome) -> tuple[str, ...]:
 
 def _warnings(searcher: Searcher) -> Iterable[str]:
     graph, batch = searcher.task.graph, searcher.outline.batch
+    if graph.loss is None:
+        yield f"{graph.name} gives no loss, so this is a plan of its forward pass: to train, give labels in the batch, or loss_fn"
     if batch.blocker is not None and searcher.batch > 1:
         yield f"one micro-batch only: {batch.blocker}"
     if searcher.task.constraints.sync == "async":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from runtime.compile import Compiled, compile_block
+from runtime.compile import Compiled, compile_block, nameless
 from runtime.mesh import Mesh
 from runtime.module import CompiledBody, StageModule, Step
 from runtime.program import BlockCode, Body, StageCode
@@ -21,28 +21,28 @@ def kept_values(stage: StageCode, body: Body) -> tuple[str, ...]:
 
 
 def compile_bodies(
-    stage: StageCode, module: StageModule, mesh: Mesh, later: WeightGrads | None, constants: Mapping[str, torch.Tensor]
+    stage: StageCode, module: StageModule, mesh: Mesh, later: WeightGrads | None, constants: Mapping[str, torch.Tensor], backend: str | None = None
 ) -> dict[int, CompiledBody]:
-    """The bodies of a stage by their number of rows. `later` takes the weights' gradients of a split backward pass."""
+    """The bodies of a stage by their number of rows. `later` takes the weights' gradients of a split backward pass; `backend` is
+    torch.compile's. Blocks that differ in names alone are compiled once."""
     compiled: dict[BlockCode, Compiled] = {}
-    return {body.rows: _compile_body(stage, body, module, mesh, compiled, later, constants) for body in stage.bodies}
+
+    def ready(block: BlockCode) -> Compiled:
+        key = nameless(block)
+        if key not in compiled:
+            compiled[key] = compile_block(block, mesh, later, backend)
+        return compiled[key]
+
+    return {body.rows: _compile_body(stage, body, module, mesh, ready, constants) for body in stage.bodies}
 
 
 def _compile_body(
-    stage: StageCode,
-    body: Body,
-    module: StageModule,
-    mesh: Mesh,
-    compiled: dict[BlockCode, Compiled],
-    later: WeightGrads | None,
-    constants: Mapping[str, torch.Tensor],
+    stage: StageCode, body: Body, module: StageModule, mesh: Mesh, ready: Callable[[BlockCode], Compiled], constants: Mapping[str, torch.Tensor]
 ) -> CompiledBody:
     keep = kept_values(stage, body)
     last_use = {name: i for i, block in enumerate(body.blocks) for name in (*block.outputs, *block.inputs)}
     steps = []
     for i, block in enumerate(body.blocks):
-        if block not in compiled:
-            compiled[block] = compile_block(block, mesh, later)
         dead = tuple(name for name, last in last_use.items() if last == i and name not in keep)
-        steps.append(Step(block, compiled[block], module.block(block.name), dead))
+        steps.append(Step(block, ready(block), module.block(block.name), dead, mesh.recorder))
     return CompiledBody(module, tuple(steps), keep, constants)

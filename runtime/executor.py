@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from runtime.action import Schedule
 from runtime.batch import gather_rows
 from runtime.bodies import compile_bodies
 from runtime.compile import compile_block
-from runtime.errors import BatchError, CommunicationError, StageError
+from runtime.errors import BatchError, CommunicationError, ScheduleError, StageError
 from runtime.finite import not_finite, suspicion
 from runtime.mesh import Mesh
 from runtime.norm import clip_grad_norm
@@ -33,6 +33,7 @@ from runtime.servers import Servers
 from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, constants, materialise
 
+_MAX_CODES = 16  # programs that are kept ready
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -42,6 +43,7 @@ class Executor:
     `dense(fqn)` gives the dense tensors to start from; this rank keeps its own part alone. All ranks of the mesh construct
     one, and call the same methods in the same order. `random_by_element`: random masks as in one process (runtime/random.py).
     `loss_scale`: where to start with a scaled loss (runtime/scaling.py); the gradients that a step leaves are not scaled.
+    `backend`: of torch.compile, for the blocks; None runs them as they are. Raises ScheduleError for one where the backward pass is split.
     """
 
     def __init__(
@@ -53,14 +55,19 @@ class Executor:
         *,
         random_by_element: bool = False,
         loss_scale: LossScale | None = None,
+        backend: str | None = None,
     ) -> None:
         self.mesh = mesh
         self.seed = seed
         self.num_steps = 0
         self.loss_scale = loss_scale
         self.step_was_skipped = False
+        if backend is not None and program.schedule in ("zb", "zbv"):
+            raise ScheduleError(f"schedule {program.schedule!r} splits the backward pass, which torch.compile makes one: choose 1f1b, gpipe or interleaved")
         self._random_by_element = random_by_element
         self._saving: Saving | None = None
+        self._backend = backend
+        self._codes: list[Code] = []
         is_split, served_by = program.schedule in ("zb", "zbv"), servers_of(program)
         self.storages: dict[int, Storage] = {
             s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by)) for s in program.stages
@@ -72,8 +79,13 @@ class Executor:
     def rebind(self, program: Program, dense: Dense | None = None) -> None:
         """Run another program on the same parameters and buffers: other shapes, or the evaluation mode.
 
-        `dense` gives the program's constants (default: it has none). Raises ValueError where parameters or buffers differ.
+        `dense` gives the program's constants (default: it has none). Raises ValueError where parameters or buffers differ. The last programs stay
+        ready, so that a change between training and evaluation costs nothing.
         """
+        for code in self._codes:
+            if code.program is program:
+                self.code = code
+                return
         for stage in program.stages:
             kept = {r.stored.name: r.stored for r in self.storages[stage.index].residents}
             for stored in stage.stored:
@@ -88,7 +100,7 @@ class Executor:
             storage = self.storages[stage.index]
             own = constants(stage, dense or _no_constants, self.mesh)
             known.update(own)
-            compiled = compile_bodies(stage, storage.module, self.mesh, storage.later, own)
+            compiled = compile_bodies(stage, storage.module, self.mesh, storage.later, own, self._backend)
             bodies.update({(stage.index, rows): body for rows, body in compiled.items()})
         self.code = Code(
             program,
@@ -99,6 +111,8 @@ class Executor:
             known,
             schedule(program.schedule, program.stage_ranks, program.num_micro_batches),
         )
+        self._codes.append(self.code)
+        del self._codes[:-_MAX_CODES]
 
     @property
     def program(self) -> Program:
@@ -128,7 +142,7 @@ class Executor:
         the job where a rank fails, CommunicationError where a wait takes too long.
         """
         start_s, guard = time.monotonic(), self.mesh.guard
-        with self._guarded():
+        with self._guarded(), self._compiling():
             run = self._new_run(batch, self.code.actions, is_training=True)
             kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
             for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
@@ -147,6 +161,10 @@ class Executor:
             guard.is_new, guard.patience_s = False, max(guard.patience_s, 5 * (time.monotonic() - start_s))
             self.mesh.recorder.phase = "between steps"
             return loss
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """The first step with torch.compile waits for the compiler, a process of its own: whoever is in it is not stuck."""
+        return self.mesh.guard.waiting() if self._backend is not None and self.mesh.guard.is_new else nullcontext()
 
     def _finish(self, run: Run, kept_grads: list[tuple[Resident, torch.Tensor]], loss: torch.Tensor, faults: tuple[str, ...]) -> None:
         """Take the step's gradients and buffers over, or leave them out. `faults`: parameters whose gradient is not finite."""

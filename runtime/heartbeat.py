@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 BEAT_S = 1.0
-_BUSY_SHARE = 0.1  # of one core: a rank that uses more is at work
+_BUSY_SHARE = 0.005  # of one core: a rank that uses more is at work, be it one of many on its core
 
 
 @dataclass(frozen=True, slots=True)

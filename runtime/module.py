@@ -21,6 +21,7 @@ from runtime.master import Copies
 from runtime.mesh import Axis
 from runtime.program import BlockCode, Stored
 from runtime.random import bound
+from runtime.record import Recorder, is_profiled, profiled
 
 Values = Mapping[str, torch.Tensor]
 Function = Callable[[Values, Values], dict[str, torch.Tensor]]  # (inputs, stored) -> outputs
@@ -131,6 +132,7 @@ class Step:
     compiled: Compiled
     holder: Holder
     dead: tuple[str, ...]
+    recorder: Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +162,10 @@ class CompiledBody:
 def _block_function(step: Step) -> Function:
     code = step.code
 
+    def ranged(inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
+        with profiled(f"{code.name}, stage {step.recorder.stage}, micro-batch {step.recorder.micro_batch}"):
+            return run(inputs, stored)
+
     def run(inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
         args = [inputs[name] for name in code.inputs] + [stored[name] for name in code.stored]
         if code.recompute == "none" or not torch.is_grad_enabled():
@@ -170,7 +176,7 @@ def _block_function(step: Step) -> Function:
             outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False, early_stop=False, context_fn=context_fn)
         return dict(zip(code.outputs, outputs, strict=True))
 
-    return run
+    return ranged if is_profiled() else run
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_scaled_dot_product")

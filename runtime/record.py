@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,16 @@ class CudaClock:
         return self._base_s + self._base.elapsed_time(mark) / 1e3
 
 
+def is_profiled() -> bool:
+    """Whether torch's profiler runs."""
+    return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range of this name in torch's profiler, where that runs."""
+    return torch.profiler.record_function(name) if is_profiled() else nullcontext()
+
+
 @dataclass(eq=False)
 class Recorder:
     """Collects what happens in a step. `phase`, `stage` and `micro_batch` say what the rank is at now."""
@@ -110,7 +120,8 @@ class Recorder:
         self.phase, self.stage, self.micro_batch = phase, stage, micro_batch
         self.moves += 1
         start = self.clock.mark()
-        yield  # an error leaves phase, stage and micro-batch as they are: they name where it happened
+        with profiled(f"{kind}, stage {stage}, micro-batch {micro_batch}" if stage >= 0 else kind):
+            yield  # an error leaves phase, stage and micro-batch as they are: they name where it happened
         self._ran.append((kind, "", phase, stage, micro_batch, 0, start, self.clock.mark()))
         self.last = (stage, micro_batch) if stage >= 0 else self.last
         self.phase, self.stage, self.micro_batch = before

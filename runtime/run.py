@@ -10,6 +10,7 @@ import torch
 
 from runtime.action import Action, Schedule
 from runtime.batch import first_row, read
+from runtime.call import dtype_of
 from runtime.compile import Compiled
 from runtime.mesh import Mesh
 from runtime.module import CompiledBody
@@ -95,8 +96,15 @@ class Run:
         start, stop = self._rows[0].start - self._offset, self._rows[-1].stop - self._offset
         feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in program.preamble_feeds}
         with self.mesh.recorder.action("preamble", "forward"), torch.no_grad():
-            args = [feeds[name] for name in program.preamble.inputs] + [self.code.constants[name] for name in program.preamble.stored]
+            args = [feeds[name] for name in program.preamble.inputs] + [self._at_rest(name) for name in program.preamble.stored]
             self._shared.update(zip(program.preamble.outputs, self.code.preamble(*args), strict=True))
+
+    def _at_rest(self, name: str) -> torch.Tensor:
+        """What the preamble reads: a constant, or a buffer of one of this rank's stages in the dtype that it is read in."""
+        if name in self.code.constants:
+            return self.code.constants[name]
+        found = next(r for storage in self.code.storages.values() for r in storage.residents if r.stored.name == name)
+        return found.tensor.to(dtype_of(found.stored.spec.dtype))
 
     def _forward(self, action: Action) -> None:
         stage, rows = self.code.stages[action.stage], self._rows[action.micro_batch]

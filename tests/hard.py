@@ -121,6 +121,15 @@ def weighted() -> Built:
     return model, _tokens()
 
 
+def weighted_by_a_chain() -> Built:
+    """Weights of classes made from two buffers, one of which the model reads as well, and one that is in no state."""
+    model = _seeded(lambda: Words([Residual(), Residual()]))
+    model.register_buffer("rarity", torch.linspace(0.5, 2.0, VOCAB))
+    model.register_buffer("power", torch.tensor(0.5), persistent=False)
+    model.loss = lambda x, y: F.cross_entropy(x + model.rarity.log(), y, weight=model.rarity.pow(model.power))  # type: ignore[assignment]
+    return model, _tokens()
+
+
 def own_mean() -> Built:
     """The mean over valid labels, spelled by hand."""
 
@@ -331,6 +340,7 @@ HARD: dict[str, Callable[[], Built]] = {
     "words": words(),
     "summed": words(reduction="sum"),
     "weighted": weighted,
+    "weighted by a chain": weighted_by_a_chain,
     "own mean": own_mean,
     "one tensor twice": one_tensor_twice,
     "6 heads": heads(6, 24),

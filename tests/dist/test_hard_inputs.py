@@ -13,7 +13,6 @@ UNEVEN = dict(pp=2, num_micro_batches=3, recompute="full")  # 8 rows as 3, 3, 2;
 NEEDS_ALL_ROWS = {
     "batch norm": "batch_norm in layers.0.norm",
     "buffer follows": "of all rows at once",
-    "weighted": "of all rows at once",  # the sum of the labels' weights, which lie in a buffer
 }
 
 STAGES = [Try(name, UNEVEN) for name in HARD if name not in NEEDS_ALL_ROWS]
@@ -47,6 +46,8 @@ FOUR = [
     Try("only the head", dict(dp=2, pp=2, zero=1, num_micro_batches=2)),
     Try("6 heads", dict(tp=4), splits_seed=1),
     Try("buffers", dict(dp=2, pp=2, num_micro_batches=2)),
+    Try("weighted", dict(dp=2, pp=2, num_micro_batches=2, zero=1)),
+    Try("weighted by a chain", dict(dp=2, tp=2, num_micro_batches=3), splits_seed=2),
 ]
 
 
