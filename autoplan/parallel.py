@@ -32,7 +32,7 @@ from autoplan.served import served_class
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.share import Share, check_data, share_of
 from autoplan.timeline import joined, measured, rank_events
-from autoplan.weights import SafetensorsFolder, dense_state
+from autoplan.weights import SafetensorsFolder, dense_source, dense_state, without_values
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from runtime.executor import Executor
@@ -115,6 +115,7 @@ class ParallelModel:
         self._plan: Plan | None = None
         self._executor: Executor | None = None
         self._calls: Calls | None = None
+        self._unset = without_values(model)
         self._graphs: OrderedDict[str, tuple[Graph, Plan]] = OrderedDict()
         self._programs: dict[tuple[str, str], Program] = {}
 
@@ -136,7 +137,7 @@ class ParallelModel:
         self._graphs[shape_key(batch, plan.global_batch)] = (graph, plan)
         self._plan = plan
         program = self._program(batch, plan.global_batch, "train", mesh)
-        dense = _dense_source(self._model, graph)
+        dense = dense_source(self._model, graph)
         scale = LossScale() if precision == "fp16" else None
         self._calls = Calls(mesh)
         with told():
@@ -251,6 +252,13 @@ class ParallelModel:
         with told():
             return executor.step(content) if kind == "train" else executor.evaluate(content)
 
+    def _check_values(self) -> None:
+        if self._unset:
+            raise UsageError(
+                f"{', '.join(self._unset[:3])}{' ...' if len(self._unset) > 3 else ''} came from the meta device and have no values yet: "
+                "load_full_state_dict(FILE, FOLDER or state) or load(CHECKPOINT) first."
+            )
+
     def _check_loss(self) -> None:
         graph, _ = next(iter(self._graphs.values()))
         if graph.loss is None:
@@ -267,6 +275,7 @@ class ParallelModel:
         """The executor with the program for this batch."""
         if self._executor is None:
             self.prepare(batch.batch if isinstance(batch, Share) else batch)
+        self._check_values()
         assert self._calls is not None
         executor = self.executor
         try:
@@ -283,7 +292,7 @@ class ParallelModel:
         program = self._program(content, rows, kind, executor.mesh)
         if program is not executor.program:
             graph, _ = self._graphs[shape_key(content, program.global_rows)]
-            executor.rebind(program, _dense_source(self._model, graph))
+            executor.rebind(program, dense_source(self._model, graph))
         return executor
 
     def _global_rows(self, batch: Batch | Share) -> int:
@@ -337,6 +346,7 @@ class ParallelModel:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Dense parameters and buffers under the model's own names and shapes, on rank 0; empty elsewhere. Every rank calls it."""
+        self._check_values()
         kept = self._model.state_dict().keys()
         return {name: tensor for name, tensor in self.executor.full_state_dict().items() if name in kept}
 
@@ -345,11 +355,13 @@ class ParallelModel:
         return self.executor.full_grads()
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path) -> None:
-        """Write dense tensors, or a safetensors file or folder, into this rank's shards. Raises UsageError for missing or unknown names."""
+        """Write dense tensors, or a safetensors file or folder, into this rank's shards. A rank reads one tensor after the other and keeps
+        its own part: a model on the meta device gets its weights without being anywhere whole. Raises UsageError for missing or unknown names."""
         source = state if isinstance(state, Mapping) else SafetensorsFolder(state)
         dense = dense_state(self._model, source)
         try:
             self.executor.load_full_state_dict(dense)
+            self._unset = ()
         except ValueError as error:
             raise UsageError(str(error)) from error
 
@@ -359,6 +371,7 @@ class ParallelModel:
         Every rank calls it. Without `wait` training goes on while it is written, from a copy on the CPU of each stage's first rank; it is
         in place after `finish_saving()`, the next `save` or `load`, or the process' end.
         """
+        self._check_values()
         with told():
             return self.executor.save(path, optimizer, wait=wait)
 
@@ -369,6 +382,7 @@ class ParallelModel:
 
     def export(self, path: str | Path) -> None:
         """Write the model as a folder of safetensors files under its own names, those of `model.state_dict()`. Every rank calls it."""
+        self._check_values()
         kept = self._model.state_dict().keys()
         with told():
             self.executor.export(path, lambda name: name in kept)
@@ -377,6 +391,7 @@ class ParallelModel:
         """Read a checkpoint that `save` wrote, under any plan."""
         with told():
             self.executor.load(path, optimizer)
+        self._unset = ()
 
     @property
     def timeline(self) -> Measured:
@@ -398,18 +413,3 @@ class ParallelModel:
         """This rank's own rows of a global batch."""
         self.prepare(batch)
         return share_of(batch, data_shares(self.plan, num_rows(batch)), self.data_rank)
-
-
-def _dense_source(model: torch.nn.Module, graph: Graph) -> Any:
-    """A function from a tensor's own name to the dense tensor."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-    def dense(fqn: str) -> torch.Tensor:
-        if fqn in graph.constants:
-            return graph.constants[fqn]
-        found = tensors[fqn]
-        if found.is_meta:
-            raise UsageError(f"{fqn} is on the meta device and has no values: load weights into the model first, or build it on a real device.")
-        return found
-
-    return dense

@@ -195,7 +195,8 @@ class Storage:
 def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_split_backward: bool = False, is_served: bool = False) -> Storage:
     """A stage's tensors, cut from the dense ones and placed.
 
-    `dense(fqn)` gives the dense tensor; it is called once for each tensor and only this rank's part is kept. Groups of FSDP2
+    `dense(fqn)` gives the dense tensor; it is called once for each tensor and only this rank's part is kept, which has no values yet
+    (NaN) where that tensor is on the meta device. Groups of FSDP2
     are a block each, and the stage for parameters that several blocks use; with `is_split_backward` everything is one group
     (nested groups give wrong gradients where a backward pass is split in two).
 
@@ -213,13 +214,20 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
 
     state = tuple(stored for stored in stage.stored if stored.kind != "constant")
     for stored in state:
-        local = cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh).to(mesh.device, dtype_of(stored.at_rest))
+        local = _real(cut(_checked(dense(stored.fqn), stored), stored.chunks, mesh), mesh.device, dtype_of(stored.at_rest))
         share_over = mesh.axis("dp") if zero and "dp" not in stored.partial else None
         holder(stored.name).hold(stored, local, at_least_1d=zero > 0, share_over=share_over)
     if zero:
         _shard(stage, module, mesh, zero, is_split_backward=is_split_backward)
     residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter", is_served) for s in state)
     return Storage(module, residents, zero, WeightGrads() if is_split_backward else None)
+
+
+def _real(local: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if not local.is_meta:
+        return local.to(device, dtype)
+    made = torch.empty(local.shape, device=device, dtype=dtype)
+    return made.fill_(torch.nan) if dtype.is_floating_point or dtype.is_complex else made.zero_()
 
 
 def constants(stage: StageCode, dense: Dense, mesh: Mesh) -> dict[str, torch.Tensor]:
