@@ -40,6 +40,7 @@ from autoplan.fingerprint import fingerprint
 from autoplan.flops import flops
 from autoplan.graph import Graph, Op, Value
 from autoplan.precision import cast_batch, check_precision, computing_in
+from autoplan.refusals import refuse, watched_hooks
 from autoplan.repeats import repeated
 from autoplan.saved import saved
 from autoplan.shardsim import with_proved_rules
@@ -65,7 +66,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
         with computing_in(model, precision):
             graph = capture(model, cast_batch(batch, precision), loss_fn, training=training, check=check)
             return replace(graph, precision=precision, loss=_wide_loss(graph))
-    _refuse(model)
+    refuse(model)
     paths, tensors, treedef, plain = _flatten(batch)
     notes = _rows(paths, tensors)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -73,7 +74,7 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
     wrapper = _Wrapper(model, loss_fn, treedef, plain)
 
     def traced() -> Graph:
-        with whole_experts(model):
+        with whole_experts(model), watched_hooks(model):
             program = _export(wrapper, example)
         trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX)
         trace = canonical(name_experts(trace))
@@ -173,30 +174,6 @@ def _rows(paths: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[st
             "the batch has one row, so what depends on the rows cannot be told apart: data parallelism and micro-batches need an example of at least 2 rows",
         )
     return ()
-
-
-def _refuse(model: nn.Module) -> None:
-    """Raise for what an export would silently change."""
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            raise CaptureError(
-                "capture was called inside torch.autocast, which an export drops: leave the context and use precision='bf16', or autocast in the model"
-            )
-    for name, module in model.named_modules():
-        kind, where = type(module).__name__, f"module {name!r}" if name else "the model"
-        if isinstance(module, nn.parallel.DistributedDataParallel) or kind in ("FullyShardedDataParallel",) or kind.startswith("FSDP"):
-            raise CaptureError(f"{where} is wrapped by {kind}: give the plain module, the plan distributes it")
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(f"{where} has backward hooks, which a plan cannot run: remove them (gradients can be read by pm.full_grads())")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(f"{where} is a TorchScript module: give the Python module that it was made from")
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name!r} has gradient hooks, which a plan cannot run: remove them")
-        if hasattr(parameter, "device_mesh"):
-            raise CaptureError(f"parameter {name!r} is distributed already: give the plain module")
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise CaptureError(f"parameter {name!r} has no shape yet: run the model once on a batch first")
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def dense_state(model: torch.nn.Module, source: Mapping[str, torch.Tensor] | Saf
 
 def without_values(model: torch.nn.Module) -> tuple[str, ...]:
     """Names of the tensors of `model`'s state that are on the meta device."""
-    return tuple(name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta)
+    return tuple(name for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor) and tensor.is_meta)
 
 
 def dense_source(model: torch.nn.Module, graph: Graph) -> Callable[[str], torch.Tensor]:
