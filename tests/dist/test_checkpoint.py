@@ -77,11 +77,13 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_training_that_lost_a_rank_goes_on_after_a_restart_as_if_nothing_had_been(tmp_path: Path):
     (tmp_path / "calm").mkdir()
     calm = run_ranks(resumes.main, 2, tmp_path / "calm", "none", timeout_s=200)[0]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run([*run, "-m", "tests.dist.resumes", str(tmp_path), "kill"], capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run([*run, "-m", "tests.dist.resumes", str(tmp_path), "kill"], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "died").exists()
     lines = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
