@@ -40,9 +40,7 @@ def refuse(model: nn.Module) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(f"parameter {name!r} has no shape yet: run the model once on a batch first")
         if type(parameter) is not nn.Parameter or parameter.is_quantized:
-            raise CaptureError(
-                f"parameter {name!r} is a {type(parameter).__name__}, which a plan cannot place: give plain tensors, or int8 in buffers"
-            )
+            raise CaptureError(f"parameter {name!r} is a {type(parameter).__name__}, which a plan cannot place: give plain tensors, or int8 in buffers")
 
 
 @contextmanager

@@ -46,6 +46,19 @@ class Outcome:
         return not self.missing and loss_error <= TOLERANCE and self.worst_error <= TOLERANCE
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How every rank builds the shrunk model: a class of a user's own file, or inside a function, cannot be sent to it."""
+
+    model: str
+    tp: int
+    pp: int
+    rows: int
+
+    def of(self, source: Source) -> Source:
+        return shrunk(source, tp=self.tp, pp=self.pp, rows=self.rows)
+
+
 def verify_command(model: str, path: Path | None, ranks: int) -> int:
     if ranks < 1:
         raise UsageError(f"--ranks must be at least 1, found {ranks}")
@@ -55,13 +68,14 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
     with working(f"building {model}"):
         source = load(model, BatchSizes())
         rows = 2 * (constraints.dp or ranks) * (constraints.pp or 1)
-        small = shrunk(source, tp=constraints.tp or ranks, pp=constraints.pp or 1, rows=rows)
+        recipe = Recipe(model, constraints.tp or ranks, constraints.pp or 1, rows)
+        small = recipe.of(source)
     with working("planning"):
         plan = _planned(small, used, constraints, must=wanted is not None)
     if wanted is not None and wanted.axes != plan.axes:
         note(f"the plan's degrees, {degrees(wanted)}, were reduced to fit {ranks} ranks")
     with working(f"running {used} ranks and one process"):
-        outcome = compare(small, plan, used)
+        outcome = compare(small, plan, used, recipe)
     say(f"{model}, shrunk to {sum(p.numel() for p in small.model.parameters()):,} parameters, under {degrees(plan)}")
     rows_out = [("", "plan", "one process", "relative difference")]
     rows_out.append(("loss", f"{outcome.loss:.7f}", f"{outcome.plain_loss:.7f}", f"{abs(outcome.loss / outcome.plain_loss - 1):.1e}"))
@@ -83,9 +97,10 @@ def _planned(small: Source, ranks: int, constraints: Constraints, *, must: bool)
         return find_plan(small.model, small.batch, f"cpu:1x{ranks}")
 
 
-def compare(source: Source, plan: Plan, ranks: int) -> Outcome:
+def compare(source: Source, plan: Plan, ranks: int, recipe: Recipe) -> Outcome:
     """Loss and every gradient of one step under `plan` and in this process."""
-    loss, grads = run_ranks(_step, ranks, source.model, source.batch, dumps(plan), timeout_s=_TIMEOUT_S)[0]
+    state = {name: tensor for name, tensor in source.model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    loss, grads = run_ranks(_step, ranks, recipe, state, source.batch, dumps(plan), timeout_s=_TIMEOUT_S)[0]
     plain_loss, plain = _plain_step(source)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in plain.values()))
     errors = {name: _error(grads[name], g, norm) for name, g in plain.items() if name in grads}
@@ -129,7 +144,9 @@ def _plain_step(source: Source) -> tuple[float, dict[str, torch.Tensor]]:
     return float(loss.detach()), grads
 
 
-def _step(model: torch.nn.Module, batch: Any, plan: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _step(recipe: Recipe, state: dict[str, torch.Tensor], batch: Any, plan: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = recipe.of(load(recipe.model, BatchSizes())).model
+    model.load_state_dict(state)
     parallel = parallelize(model, batch, plan=loads(plan))
     loss = parallel.forward_backward(batch)
     return float(loss.detach()), parallel.full_grads()
