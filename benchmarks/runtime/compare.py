@@ -44,7 +44,8 @@ def _timed(step: Step) -> tuple[float, float]:
 def _pairs(first: Step, second: Step, num_pairs: int) -> list[list[float]]:
     """Rows of (first_s, second_s, first_cpu_s, second_cpu_s), the largest over the ranks."""
     for _ in range(WARM_UP):
-        first(), second()
+        first()
+        second()
     rows = []
     for i in range(num_pairs):
         found = {}
@@ -85,7 +86,7 @@ def _peak(peer: str, num_ranks: int, num_layers: int, num_rows: int, side: str) 
     events.sort(key=lambda e: e.start_ns())
     held = peak = 0
     for event in events:
-        held += event.nbytes()
+        held += event.nbytes()  # type: ignore[attr-defined]
         peak = max(peak, held)
     return sum(storages.values()) + peak
 
@@ -95,7 +96,7 @@ def _tensors() -> list[torch.Tensor]:
     for thing in gc.get_objects():
         try:
             if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
-                local = thing.to_local() if hasattr(thing, "to_local") else thing
+                local: Any = thing.to_local() if hasattr(thing, "to_local") else thing  # type: ignore[attr-defined]
                 found.append(local)
         except (ReferenceError, RuntimeError, AttributeError):
             continue
