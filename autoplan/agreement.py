@@ -105,11 +105,13 @@ class Calls:
         self._number, self._last = self._number + 1, ""
         if store is None:
             return
+        store.set(f"{self._key}/refused/{self._number}/{self._mesh.rank}", "")  # a line that may be written over before all have read it
         store.set(f"{self._key}/{self._mesh.rank}", f"{self._number}|{_REFUSED}{text}")
         end_s = time.monotonic() + self._mesh.guard.patience_s / 2
         for rank in range(self._mesh.world_size):
             try:
-                alike = self._of(rank, end_s).startswith(_REFUSED)
+                self._of(rank, end_s)
+                alike = store.check([f"{self._key}/refused/{self._number}/{rank}"])
             except RunError:
                 alike = False
             if not alike:
