@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoplan.batchaxis import needs_exchange
+from autoplan.gathered import gathered_loops, loop_of
 from autoplan.graph import Graph, Op, Option, insides, options
+from autoplan.gridprices import scheme_options, sent_inside, sent_s, weight_parts
 from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
@@ -65,10 +67,11 @@ class BlockPricer:
     No option divides the batch factor (the data axis has it) nor a factor in `forbidden`.
     """
 
-    def __init__(self, local: LocalGraph, group: RankGroup, forbidden: frozenset[int] = frozenset()) -> None:
+    def __init__(self, local: LocalGraph, group: RankGroup, forbidden: frozenset[int] = frozenset(), scheme: str = "1d") -> None:
         self.local = local
         self.group = group
         self.forbidden = forbidden
+        self.scheme = scheme
         self._items: dict[tuple[int, ...], tuple[tuple[Item, ...], Mapping[str, int]]] = {}
         self._moves: dict[tuple[str, Layout, Layout], Move | None] = {}
 
@@ -82,7 +85,7 @@ class BlockPricer:
             for index in indices:
                 op = graph.ops[index]
                 operands, outputs = self.local.operands(index), op.outputs
-                allowed = _options(graph, op, operands, self.local.degree, self.forbidden)
+                allowed = _options(graph, op, operands, self.local.degree, self.forbidden, self.scheme)
                 choices = tuple(_choice(self.local, index, option, roots, self.group, saved_bytes) for option in allowed)
                 found.append(Item(op.name, operands, outputs, choices))
             self._items[indices] = (tuple(_without_repeated_work(found)), saved_bytes)
@@ -140,14 +143,17 @@ class BlockPricer:
         return moves
 
 
-def _options(graph: Graph, op: Op, operands: tuple[str, ...], degree: int, forbidden: frozenset[int]) -> tuple[Option, ...]:
-    banned = {loop.label for loop in op.loops if loop.factor == graph.batch_factor or loop.factor in forbidden}
+def _options(graph: Graph, op: Op, operands: tuple[str, ...], degree: int, forbidden: frozenset[int], scheme: str) -> tuple[Option, ...]:
+    more = gathered_loops(graph, op) if scheme not in ("1d", "1.5d") else ()
+    taken = forbidden | {graph.batch_factor}
+    banned = {loop.label for loop in (*op.loops, *more) if loop.factor in taken or any(factor in taken for _, factor in loop.gathers)}
     given = [graph.values[name].kind != "activation" for name in operands]
 
     def can_be_read(option: Option) -> bool:  # what no operator makes is never a partial sum
         return not any(fixed and read == PARTIAL for fixed, read in zip(given, option.reads, strict=True))
 
-    return tuple(option for option in options(graph, op, degree) if option.label not in banned and can_be_read(option))
+    found = tuple(option for option in options(graph, op, degree, more) if option.label not in banned and can_be_read(option))
+    return found if scheme == "1d" or degree == 1 else scheme_options(graph, op, found, scheme)
 
 
 def _without_repeated_work(items: list[Item]) -> list[Item]:
@@ -166,11 +172,10 @@ def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, s
     time = local.op_time(index, option)
     forward_s, backward_s = time.forward_s, time.backward_s
     uses: list[Use] = []
-    for kind, (side, position), phase, part in insides(local.graph, op, option.label):
-        num_bytes = int(local.num_bytes((operands if side == "in" else outputs)[position]) * part)
-        uses.append(Use(_collective_kind(kind), phase, num_bytes))
-        seconds = local.pricer.collective(_collective_kind(kind), num_bytes, group)
-        forward_s, backward_s = (forward_s + seconds, backward_s) if phase == "forward" else (forward_s, backward_s + seconds)
+    for sent in sent_inside(local, index, option):
+        uses.append(Use(sent.kind, sent.phase, sent.num_bytes, sent.axis))
+        seconds = sent_s(local, sent, group)
+        forward_s, backward_s = (forward_s + seconds, backward_s) if sent.phase == "forward" else (forward_s, backward_s + seconds)
     if not any(local.graph.values[name].requires_grad for name in outputs):
         backward_s = 0.0
     saved: dict[tuple[str, bool], None] = {}
@@ -191,10 +196,10 @@ def _collective_kind(kind: str) -> CollectiveKind:
 
 
 def _weight(local: LocalGraph, name: str, rest: Layout | None, group: RankGroup) -> Weight:
-    value = local.graph.values[name]
+    value, parts = local.graph.values[name], weight_parts(local, name)
     shape = value.spec.shape
-    num_bytes = bytes_of(shape, value.spec.dtype)
-    deferred_s = _deferred_s(local, bytes_of(shape, local.graph.at_rest(name)), group) if value.requires_grad else 0.0
+    num_bytes = bytes_of(shape, value.spec.dtype) // parts
+    deferred_s = _deferred_s(local, bytes_of(shape, local.graph.at_rest(name)) // parts, group) if value.requires_grad else 0.0
     return Weight(name, num_bytes, num_bytes // itemsize(value.spec.dtype), rest, value.requires_grad, deferred_s)
 
 
@@ -233,7 +238,7 @@ def data_uses(local: LocalGraph, indices: tuple[int, ...], given: tuple[str, ...
     inner: list[Use] = []
     for index in indices:
         op, option = graph.ops[index], local.batch_options[index]
-        for kind, (side, position), phase, part in insides(graph, op, option.label):
+        for kind, (side, position), phase, part in insides(graph, op, loop_of(graph, op, option.label)):
             name = (op.operands if side == "in" else op.outputs)[position]
             inner.append(Use(_collective_kind(kind), phase, int(local.whole_bytes(name) * part)))
         for name, dst in zip(local.operands(index), option.reads, strict=True):

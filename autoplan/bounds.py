@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.choose import Boundary, Chooser, Outline
+from autoplan.gridprices import weight_parts
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import Pricer, axis_group, itemsize
@@ -65,7 +66,7 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
         block = outline.graph.blocks[number]
         items, saved_bytes = chooser.prices.items(outline.indices(block))
         names = dict.fromkeys(name for item in items for name in item.operands if outline.graph.values[name].kind == "parameter")
-        sizes = {name: math.prod(outline.graph.values[name].spec.shape) // local.degree for name in names}
+        sizes = {name: math.prod(outline.graph.values[name].spec.shape) // local.degree // weight_parts(local, name) for name in names}
         entering = []
         for boundary in boundaries:
             enters, _ = outline.boundary_of(number, boundary)

@@ -17,9 +17,9 @@ from autoplan.blockprices import BlockPricer
 from autoplan.graph import Block, Graph
 from autoplan.ilp import Relaxed, Solution, relax, solve, solve_near
 from autoplan.layout import WHOLE, Layout, Split
-from autoplan.price import LocalGraph, Pricer
+from autoplan.price import LocalGraph, Pricer, axis_group
 from autoplan.problem import BlockPoint, BlockProblem, Budget, Price
-from costmodel.opkey import RankGroup
+from autoplan.schemes import Axes, feature_axes, row_unit
 
 Clock = Callable[[], float | None]
 
@@ -32,10 +32,12 @@ _MAX_SHARED = 9  # combinations of layouts of shared parameters
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """How values between blocks lie: split on `factor` (None: whole); `shared`: layouts of parameters of several patterns."""
+    """How values between blocks lie: split on `factor` (None: whole), or over so many `features` ranks along their last dimension;
+    `shared`: layouts of parameters of several patterns."""
 
     factor: int | None
     shared: tuple[tuple[str, Layout], ...]
+    features: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ class Outline:
         rests = self._shared_layouts(degree)
         return tuple(Boundary(factor, rest) for factor in factors for rest in rests)
 
+    def feature_boundaries(self, degree: int) -> tuple[Boundary, ...]:
+        """The boundaries of a grid, whose activations lie divided over rows and features."""
+        return tuple(Boundary(None, rest, degree) for rest in self._shared_layouts(degree))
+
     def _shared_layouts(self, degree: int) -> tuple[tuple[tuple[str, Layout], ...], ...]:
         options: list[list[Layout]] = []
         for name in self.shared:
@@ -168,6 +174,9 @@ class Outline:
     def layout(self, name: str, boundary: Boundary) -> Layout:
         """How a value between blocks lies on the tensor axis."""
         value = self.graph.values[name]
+        if boundary.features > 1 and value.requires_grad and value.dims:
+            last = (Split(len(value.dims) - 1, k) for k, f in enumerate(value.dims[-1]) if f != self.graph.batch_factor)
+            return next((s for s in last if self.graph.factor_sizes[value.dims[s.dim][s.factor]] % boundary.features == 0), WHOLE)
         if boundary.factor is None or not value.requires_grad:
             return WHOLE
         for d, dims in enumerate(value.dims):
@@ -196,16 +205,27 @@ class Outline:
 
 
 class Chooser:
-    """Solves patterns on one tensor degree and number of rows, each question once.
+    """Solves patterns on one tensor grid and number of rows, each question once.
 
     Two boundaries that look the same from a block are one question. `steady`: the price with the most micro-batches; `clock`: seconds that
     a solver may still take, None for any.
     """
 
-    def __init__(self, outline: Outline, rows: int, degree: int, pricer: Pricer, forbidden: frozenset[int], steady: Price, clock: Clock = lambda: None) -> None:
+    def __init__(
+        self,
+        outline: Outline,
+        rows: int,
+        grid: Axes,
+        pricer: Pricer,
+        forbidden: frozenset[int],
+        steady: Price,
+        clock: Clock = lambda: None,
+        scheme: str = "1d",
+    ) -> None:
         self.outline = outline
-        self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows, degree, pricer)
-        self.prices = BlockPricer(self.local, RankGroup(degree), forbidden)
+        ((feature_axis, degree),) = feature_axes(grid)
+        self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows // row_unit(grid), degree, pricer, grid)
+        self.prices = BlockPricer(self.local, axis_group(grid, feature_axis), forbidden, scheme)
         self._problems: dict[tuple, BlockProblem] = {}
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}
         self._within: dict[tuple[tuple, Price, tuple[Budget, ...]], Solution | None] = {}

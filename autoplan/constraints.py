@@ -22,7 +22,7 @@ _COUNTS = ("dp", "tp", "pp", "cp", "ep", "zero_group", "micro_batch_size", "num_
 _SUPPORTED: Mapping[str, tuple[tuple, str]] = {
     "cp": ((1,), "context parallelism is not searched yet; sequences are split by tp (sequence_parallel)"),
     "ep": ((1,), "expert parallelism is not searched yet; experts are split by tp"),
-    "tensor": (("1d",), "only one tensor axis is searched"),
+    "tensor": (("1d", "1.5d", "2d", "2.5d"), "a cube of ranks is not searched yet"),
     "schedule": (("gpipe", "1f1b"), "only gpipe and 1f1b are searched"),
     "num_chunks": ((1,), "a rank holds one stage in gpipe and 1f1b"),
     "recompute": (("none", "full"), "selective recomputation is not searched yet"),

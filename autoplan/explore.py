@@ -5,6 +5,7 @@ taken in the order of their bounds; a shape whose bound is no better than the be
 seconds of one micro-batch through all blocks, m micro-batches and n stages,
 
     step 0: T >= W / (1 - (1 - 1/m)^n), W from the FLOPs at the device's peak       (analytic prices only, which never beat it)
+            and what a grid of tensor axes gathers
     step 1: autoplan/bounds.py from the fastest option of every operator, no tensor communication
     step 2: the same from the integer programs of all patterns, for every boundary
 
@@ -38,12 +39,15 @@ from autoplan.constraints import Constraints, check_degrees, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph, options
+from autoplan.gridcheck import check_scheme, undivided
+from autoplan.gridprices import gathers_s
 from autoplan.ilp import OutOfTime
 from autoplan.load import BUCKET_BYTES
 from autoplan.outcome import Outcome, Result
-from autoplan.price import Pricer, axis_group, itemsize, precision_left
+from autoplan.price import LocalGraph, Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Step, by_rank, durations, held, least_step, received_bytes, stage_memory, step_seconds
+from autoplan.schemes import Axes, degree_of, feature_axes, row_unit, scheme_of
 from autoplan.space import Shape, Space, Storing, space, storings
 from autoplan.squeeze import Place
 from autoplan.stagework import Work
@@ -91,14 +95,15 @@ class Searcher:
         if task.constraints.max_memory_bytes is not None:
             self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
         self._deadline_s: float | None = None
-        self._choosers: dict[tuple[int, int], Chooser] = {}
-        self._boundaries: dict[int, tuple[Boundary, ...]] = {}
+        self._gathers: dict[tuple[int, Axes], float] = {}
+        self._choosers: dict[tuple[int, Axes], Chooser] = {}
+        self._boundaries: dict[Axes, tuple[Boundary, ...]] = {}
         low, high = (task.prices.optimizer_s(n, task.optimizer, float(self.width.total)) for n in (2**23, 2**24))
         self._optimizer_s = max(0.0, high - low) / 2**23  # per element
         smallest = min((itemsize(v.spec.dtype) for v in task.graph.parameters()), default=4)
         self._bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self._optimizer_s, self.limit_bytes)
-        self._solutions: dict[tuple[int, int, Boundary], Mapping[str, Least] | None] = {}
-        self._leasts: dict[tuple[int, int], Mapping[str, Least]] = {}
+        self._solutions: dict[tuple[int, Axes, Boundary], Mapping[str, Least] | None] = {}
+        self._leasts: dict[tuple[int, Axes], Mapping[str, Least]] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
     def run(self) -> Outcome:
@@ -154,7 +159,7 @@ class Searcher:
         """Work out the shapes that need least memory, where nothing fits, to say what is missing."""
 
         def need_bytes(shape: Shape) -> int:
-            blocks = self._least(shape.rows, shape.tp)
+            blocks = self._least(shape.rows, shape.tensor)
             return min(self._bounds.memory_bytes(blocks, self.step(shape, s), s.recompute) for s in self._storings(shape))
 
         for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))[:_NUM_MESHES]:
@@ -187,17 +192,27 @@ class Searcher:
         check_sync(task.constraints)
         world = task.cluster.num_devices
         check_degrees(task.constraints, world, self.batch)
-        if task.constraints.tp is not None:
+        check_scheme(task.constraints, world, self.batch, task.graph, self.outline.batch.body)
+        if task.constraints.tp is not None and task.constraints.tensor in (None, "1d", "1.5d"):
             self._check_tensor(task.constraints.tp)
         found = space(world, self.batch, len(self.outline.blocks), task.constraints, can_micro_batch=self.outline.batch.blocker is None)
-        shapes = tuple(shape for shape in found.shapes if shape.tp == 1 or self._splits(shape.tp))
+        shapes = tuple(shape for shape in found.shapes if shape.tp == 1 or self._takes(shape))
         if not shapes:
             raise InfeasibleError(self._no_shape())
         degrees = tuple(sorted({shape.tp for shape in shapes}))
-        boundaries = tuple(
-            sorted({"whole" if b.factor is None else f"split({task.graph.factor_sizes[b.factor]})" for d in degrees for b in self._bounds_of(d)})
-        )
+        boundaries = tuple(sorted({self._named(b) for grid in dict.fromkeys(shape.tensor for shape in shapes) for b in self._bounds_of(grid)}))
         return Space(shapes, found.storings, {**found.axes, "tp": degrees, "boundary": boundaries, "operators": ("every loop that divides",)})
+
+    def _named(self, boundary: Boundary) -> str:
+        if boundary.features > 1:
+            return "rows and features"
+        return "whole" if boundary.factor is None else f"split({self.task.graph.factor_sizes[boundary.factor]})"
+
+    def _takes(self, shape: Shape) -> bool:
+        """Whether the model's operators divide by the tensor axes of a shape."""
+        if not shape.grid:
+            return self._splits(shape.tp)
+        return self.task.stages is None and undivided(self.task.graph, self.outline.batch.body, shape.grid) is None
 
     def _no_shape(self) -> str:
         task = self.task
@@ -229,24 +244,35 @@ class Searcher:
     # -- bounds -----------------------------------------------------------------------------------------------------------
 
     def _peak_bound(self, shape: Shape) -> float:
-        if self.task.prices.source != "analytic":
-            return 0.0
-        peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
-        through_s = self._flops * shape.rows / self.batch / shape.tp / peak if peak else 0.0
+        through_s = self._gathers_s(shape.rows, shape.grid)
+        if self.task.prices.source == "analytic":
+            peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
+            through_s += self._flops * shape.rows / self.batch / shape.tp / peak if peak else 0.0
         return ramp(through_s, shape.pp, shape.num_micro_batches) if self.task.stages is None else through_s * shape.num_micro_batches / shape.pp
 
+    def _gathers_s(self, rows: int, grid: Axes) -> float:
+        """Seconds of a micro-batch that a grid gathers at least, whatever the options; nothing where one axis divides the tensors."""
+        if not grid:
+            return 0.0
+        if (rows, grid) not in self._gathers:
+            batch = self.outline.batch
+            ((_, degree),) = feature_axes(grid)
+            local = LocalGraph(self.task.graph, batch.options, batch.layouts, rows // row_unit(grid), degree, self.pricer, grid)
+            self._gathers[rows, grid] = gathers_s(self.task.graph, grid, batch.body, local)
+        return self._gathers[rows, grid]
+
     def _operator_bound(self, shape: Shape) -> float:
-        return self._bound(shape, self._least(shape.rows, shape.tp))
+        return self._bound(shape, self._least(shape.rows, shape.tensor))
 
     def _program_bound(self, shape: Shape) -> float:
-        found = (self._solved(shape.rows, shape.tp, boundary) for boundary in self._bounds_of(shape.tp))
+        found = (self._solved(shape.rows, shape.tensor, boundary) for boundary in self._bounds_of(shape.tensor))
         return min((self._bound(shape, blocks) for blocks in found if blocks is not None), default=float("inf"))
 
-    def _solved(self, rows: int, degree: int, boundary: Boundary) -> Mapping[str, Least] | None:
+    def _solved(self, rows: int, grid: Axes, boundary: Boundary) -> Mapping[str, Least] | None:
         """The least of every pattern, with communication; None where the boundary cannot be had."""
-        key = (rows, degree, boundary)
+        key = (rows, grid, boundary)
         if key not in self._solutions:
-            seconds, blocks = self._chooser_of(rows, degree).least_s(boundary), self._least(rows, degree)
+            seconds, blocks = self._chooser_of(rows, grid).least_s(boundary), self._least(rows, grid)
             self._solutions[key] = None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}
         return self._solutions[key]
 
@@ -259,10 +285,10 @@ class Searcher:
             return shape.num_micro_batches * sum(b.count * b.seconds for b in blocks.values()) / shape.pp
         return self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute)
 
-    def _least(self, rows: int, degree: int) -> Mapping[str, Least]:
-        if (rows, degree) not in self._leasts:
-            self._leasts[rows, degree] = least_blocks(self._chooser_of(rows, degree), self._bounds_of(degree))
-        return self._leasts[rows, degree]
+    def _least(self, rows: int, grid: Axes) -> Mapping[str, Least]:
+        if (rows, grid) not in self._leasts:
+            self._leasts[rows, grid] = least_blocks(self._chooser_of(rows, grid), self._bounds_of(grid))
+        return self._leasts[rows, grid]
 
     @property
     def overlap(self) -> bool:
@@ -290,22 +316,27 @@ class Searcher:
         return Price(shape.num_micro_batches, seconds)
 
     def _chooser(self, shape: Shape) -> Chooser:
-        return self._chooser_of(shape.rows, shape.tp)
+        return self._chooser_of(shape.rows, shape.tensor)
 
-    def _chooser_of(self, rows: int, degree: int) -> Chooser:
-        key = (rows, degree)
+    def _chooser_of(self, rows: int, grid: Axes) -> Chooser:
+        key = (rows, grid)
         if key not in self._choosers:
             forbidden: frozenset[int] = frozenset()
-            if self.task.constraints.sequence_parallel is False:
-                forbidden = frozenset(b.factor for b in self.outline.boundaries(degree, None) if b.factor is not None)
+            scheme = scheme_of(grid)
+            if self.task.constraints.sequence_parallel is False and scheme == "1d":
+                forbidden = frozenset(b.factor for b in self.outline.boundaries(degree_of(grid, "tp"), None) if b.factor is not None)
+            scheme = "1.5d" if self.task.constraints.tensor == "1.5d" else scheme
             steady = Price(max(1, self.batch // rows), self._optimizer_s / _parameter_width(self.task.graph))
-            self._choosers[key] = Chooser(self.outline, rows, degree, self.pricer, forbidden, steady, self._left_s)
+            self._choosers[key] = Chooser(self.outline, rows, grid, self.pricer, forbidden, steady, self._left_s, scheme)
         return self._choosers[key]
 
-    def _bounds_of(self, degree: int) -> tuple[Boundary, ...]:
-        if degree not in self._boundaries:
-            self._boundaries[degree] = self.outline.boundaries(degree, self.task.constraints.sequence_parallel)
-        return self._boundaries[degree]
+    def _bounds_of(self, grid: Axes) -> tuple[Boundary, ...]:
+        if grid not in self._boundaries:
+            asked = self.task.constraints
+            ((_, degree),) = feature_axes(grid)
+            whole = False if asked.tensor == "1.5d" else asked.sequence_parallel
+            self._boundaries[grid] = self.outline.boundaries(degree, whole) if scheme_of(grid) == "1d" else self.outline.feature_boundaries(degree)
+        return self._boundaries[grid]
 
     # -- working out ------------------------------------------------------------------------------------------------------
 
@@ -326,8 +357,8 @@ class Searcher:
         `is_squeezed`: what does not fit is made to."""
         chooser, price = self._chooser(shape), self._price(shape)
         places: list[tuple[float, tuple, Storing, Boundary, Mapping[str, Least]]] = []
-        for number, boundary in enumerate(self._bounds_of(shape.tp)):
-            blocks = self._solved(shape.rows, shape.tp, boundary)
+        for number, boundary in enumerate(self._bounds_of(shape.tensor)):
+            blocks = self._solved(shape.rows, shape.tensor, boundary)
             if blocks is not None:
                 for s in self._storings(shape):
                     places.append((self._least_step_s(blocks, shape, s), (s.recompute != "none", s.zero, number), s, boundary, blocks))

@@ -179,16 +179,19 @@ class Graph:
         return tuple(v for v in self.values.values() if v.kind == "input")
 
 
-def insides(graph: Graph, op: Op, label: str) -> tuple[Inside, ...]:
-    """The collectives that `op` issues itself where the loop `label` is divided: none backward for what has no gradient."""
-    loop = next((loop for loop in op.loops if loop.label == label), None)
+def insides(graph: Graph, op: Op, loop: Loop | None) -> tuple[Inside, ...]:
+    """The collectives that `op` issues itself where `loop` is divided: none backward for what has no gradient. What an operand is
+    gathered for in the backward pass is the gradient of another one."""
     if loop is None or not loop.inner:
         return ()
     has_grad = any(graph.values[name].requires_grad for name in op.outputs)
 
     def occurs(inside: Inside) -> bool:
         side, position = inside.where
-        return inside.phase == "forward" or (has_grad and (side == "out" or graph.values[op.operands[position]].requires_grad))
+        needs = [graph.values[name].requires_grad for name in op.operands]
+        if inside.kind == "all_gather" and loop.gathers:
+            needs[position] = any(need for i, need in enumerate(needs) if i != position)
+        return inside.phase == "forward" or (has_grad and (side == "out" or needs[position]))
 
     return tuple(inside for inside in loop.inner if occurs(inside))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autoplan.gathered import loop_of
 from autoplan.graph import Block, Graph, Op
 from autoplan.plan import OpNote
+from autoplan.schemes import parted
 
 _LANDMARKS = ("embedding", "norm", "entropy", "loss", "pool")
 
@@ -23,7 +25,7 @@ def op_notes(graph: Graph, block: Block, splits: Mapping[str, str]) -> tuple[OpN
             short_target(op.instr.target),
             _relative(op.module, block.name),
             op.flops,
-            _split(op, splits.get(op.name, "whole"), roles),
+            _split(graph, op, splits.get(op.name, "whole"), roles),
             batch is not None and any(loop.factor == batch for loop in op.loops),
         )
         for op in graph.ops[block.start : block.stop]
@@ -65,12 +67,14 @@ def short_target(target: str) -> str:
     return parts[1] if len(parts) > 1 else target
 
 
-def _split(op: Op, label: str, roles: Mapping[int, str]) -> str:
-    for loop in op.loops:
-        if loop.label == label:
-            role = roles.get(loop.factor, "features")
-            return f"{role} (sum)" if loop.kind == "sum" else role
-    return label.partition(":")[0]
+def _split(graph: Graph, op: Op, text: str, roles: Mapping[int, str]) -> str:
+    """What the feature axes divide, for readers: the roles of their loops."""
+    found: list[str] = []
+    for label in parted(text, 1):
+        loop = loop_of(graph, op, label)
+        role = label.partition(":")[0] if loop is None else roles.get(loop.factor, "features")
+        found.append(f"{role} (sum)" if loop is not None and loop.kind == "sum" else role)
+    return ", ".join(found)
 
 
 def _relative(module: str, block: str) -> str:

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from autoplan.errors import AutoplanError
+from autoplan.gathered import loop_of
 from autoplan.graph import Graph, Option
-from autoplan.layout import Layout, Split
+from autoplan.layout import WHOLE, Layout, Split
 from costmodel import argtext
 from costmodel.opkey import Collective, CollectiveKind, OpKey, OpTime, RankGroup, Shape
 from costmodel.prices import Prices
@@ -117,15 +118,26 @@ class Pricer:
 
 
 class LocalGraph:
-    """A graph seen by one rank: `rows` of the global batch on the data axis, `degree` ranks on the tensor axis."""
+    """A graph seen by one rank: `rows` of the global batch on the data axis, `degree` ranks on the tensor axis. `grid`: all tensor axes, where
+    others divide rows too (`rows` are those of one rank)."""
 
-    def __init__(self, graph: Graph, batch_options: tuple[Option, ...], batch_layouts: Mapping[str, Layout], rows: int, degree: int, pricer: Pricer) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        batch_options: tuple[Option, ...],
+        batch_layouts: Mapping[str, Layout],
+        rows: int,
+        degree: int,
+        pricer: Pricer,
+        grid: tuple[tuple[str, int], ...] = (),
+    ) -> None:
         self.graph = graph
         self.batch_options = batch_options
         self.batch_layouts = batch_layouts
         self.rows = rows
         self.degree = degree
         self.pricer = pricer
+        self.grid = grid
         self._known: dict[int, tuple] = {}
 
     @cached_property
@@ -159,7 +171,9 @@ class LocalGraph:
         """Seconds of op number `index` of the graph, run as `option` on the tensor axis."""
         op, batch = self.graph.ops[index], self.batch_options[index]
         names, grads, text, inputs, results = self._facts(index)
-        operands = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(inputs, option.reads, strict=True))
+        gathered = {i for i, _ in loop.gathers} if "~" in option.label and (loop := loop_of(self.graph, op, option.label)) else ()
+        reads = tuple(WHOLE if i in gathered else layout for i, layout in enumerate(option.reads))
+        operands = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(inputs, reads, strict=True))
         outputs = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(results, option.writes, strict=True))
         assert len(names) == len(batch.reads)
         return self.pricer.op(OpKey(op.instr.target, operands, outputs, text, grads, op.flops // self.share(index, option)))

@@ -37,6 +37,7 @@ class Use:
     kind: CollectiveKind
     phase: str
     num_bytes: int
+    axis: str = ""  # of the mesh; "": the axis that the problem is about
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ Role = Literal["rows", "gathered", "features"]
 
 ROLES: Mapping[str, Role] = {"tp": "features", "tpd": "rows", "tpx": "gathered", "tpy": "features", "tpz": "features"}
 SCHEMES = ("1d", "1.5d", "2d", "2.5d", "3d")
+SEARCHED = ("2d", "2.5d")  # whose grids have axes of their own
 _JOIN = " | "
 
 

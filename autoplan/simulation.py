@@ -148,7 +148,7 @@ class Simulation:
     def _check_traffic(self, ranks: list[list[tuple[str, str, int]]]) -> None:
         """What the ranks sent inside the operator is what its loop declares, in elements."""
         declared = []
-        for kind, (side, i), phase, part in insides(self.graph, self.op, self.option.label):
+        for kind, (side, i), phase, part in insides(self.graph, self.op, self.loop):
             names = self.op.operands if side == "in" else self.op.outputs
             declared.append((kind, phase, math.prod(self.graph.values[names[i]].spec.shape) * part))
         together: Counter[tuple[str, str, int]] = Counter()

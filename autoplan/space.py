@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.constraints import Constraints
+from autoplan.schemes import SEARCHED, Axes, grids, row_unit, scheme_of
 from autoplan.sync import allows_mesh, is_served
 
 
@@ -25,10 +27,15 @@ class Shape:
     rows: int
     num_micro_batches: int
     schedule: str
+    grid: Axes = ()  # the tensor axes, where there are several
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("pp", self.pp), ("dp", self.dp), ("tp", self.tp))
+    def tensor(self) -> Axes:
+        return self.grid or (("tp", self.tp),)
+
+    @property
+    def axes(self) -> Axes:
+        return (("pp", self.pp), ("dp", self.dp), *self.tensor)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,12 +75,13 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
             share = batch // dp
             for rows in divisors(share) if can_micro_batch else (share,):
                 if _allows(constraints.micro_batch_size, rows):
-                    for schedule in _schedules(constraints, pp):
-                        shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule))
+                    for grid, schedule in itertools.product(_grids(constraints, tp, rows), _schedules(constraints, pp)):
+                        shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule, grid))
     found = {
         "pp": _values(shape.pp for shape in shapes),
         "dp": _values(shape.dp for shape in shapes),
         "tp": _values(shape.tp for shape in shapes),
+        "tensor": tuple(dict.fromkeys(constraints.tensor or scheme_of(shape.axes) for shape in shapes)),
         "micro_batch_size": _values(shape.rows for shape in shapes),
         "schedule": _values(shape.schedule for shape in shapes),
         "zero": _values(storing.zero for storing in storings(constraints)),
@@ -89,6 +97,17 @@ def storings(constraints: Constraints) -> tuple[Storing, ...]:
     zeros = (constraints.zero,) if constraints.zero is not None else free
     recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
     return tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
+
+
+def _grids(constraints: Constraints, tp: int, rows: int) -> Iterator[Axes]:
+    """The tensor axes of `tp` ranks for micro-batches of `rows` rows; () is the one axis "tp"."""
+    asked = constraints.tensor
+    if asked in (None, "1d", "1.5d"):
+        yield ()
+    if constraints.sequence_parallel or constraints.sync not in (None, "allreduce"):
+        return
+    for scheme in SEARCHED if asked is None else (asked,) if asked in SEARCHED else ():
+        yield from (grid for grid in grids(scheme, tp) if rows % row_unit(grid) == 0)
 
 
 def _allows(fixed: int | None, value: int) -> bool:

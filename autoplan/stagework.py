@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autoplan.blockprices import data_uses
 from autoplan.choose import Chosen, Outline
+from autoplan.gridprices import weight_parts
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.price import LocalGraph, axis_group
 from autoplan.problem import BlockPoint, Use
 from autoplan.replay import Step
+from autoplan.schemes import ROLES, feature_axes, row_axes
 from costmodel.memory import Widths
 
 
@@ -53,6 +55,7 @@ class Work:
     def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str, axes: tuple[tuple[str, int], ...]) -> None:
         self.outline = outline
         self.axes = axes
+        self.feature_axis = (*(name for name, _ in feature_axes(axes)), "tp")[0]
         self.local = local
         self.chosen = chosen
         self._sent: dict[tuple[int, ...], Mapping[int, tuple[Send, ...]]] = {}
@@ -67,9 +70,9 @@ class Work:
         kept = {name: layout for name, layout in enters.items() if self.outline.graph.values[name].requires_grad}
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
         data = data_uses(self.local, self.outline.indices(self.outline.graph.blocks[self.outline.examples[pattern]]), self.outline.batch.preamble_outputs)
-        group = axis_group(self.axes, "dp")
-        data = data if group.size > 1 else ()
-        seconds = [(use.phase, self.local.pricer.collective(use.kind, use.num_bytes, group)) for use in data]
+        names = ["dp", *(name for name, _ in row_axes(self.axes))]
+        data = tuple(replace(use, axis=name) for name in names if axis_group(self.axes, name).size > 1 for use in data)
+        seconds = [(use.phase, self.local.pricer.collective(use.kind, use.num_bytes, axis_group(self.axes, use.axis))) for use in data]
         data_s = (sum(s for phase, s in seconds if phase == "forward"), sum(s for phase, s in seconds if phase == "backward"))
         return BlockLoad(self.chosen.point(pattern), size(kept.items()), size(leaves), recomputed, data, data_s)
 
@@ -133,15 +136,16 @@ class Work:
             p = block.point
             once = Pass(p.forward_s - p.forward_move_s, p.forward_move_s + block.data_s[0])
             forward, backward = forward.plus(once), backward.plus(Pass(p.backward_s - p.backward_move_s, p.backward_move_s + block.data_s[1]))
-            traffic += [Traffic(use.kind, "dp", use.phase, use.num_bytes) for use in block.data]
+            traffic += [Traffic(use.kind, use.axis, use.phase, use.num_bytes) for use in block.data]
             recompute = recompute.plus(once) if block.recomputed else recompute
             for use in p.uses:
                 if use.phase == "reduce":
-                    deferred.append(("tp", use.num_bytes))
+                    deferred.append((use.axis or self.feature_axis, use.num_bytes))
                 else:
-                    traffic.append(Traffic(use.kind, "tp", use.phase, use.num_bytes))
+                    traffic.append(Traffic(use.kind, use.axis or self.feature_axis, use.phase, use.num_bytes))
                     if use.phase == "forward" and block.recomputed:
-                        traffic.append(Traffic(use.kind, "tp", "backward", use.num_bytes))
+                        traffic.append(Traffic(use.kind, use.axis or self.feature_axis, "backward", use.num_bytes))
+            deferred += [(name, p.trained_bytes) for name, _ in row_axes(self.axes) if ROLES[name] == "rows"]
         parameter_bytes = sum(b.point.parameter_bytes for b in blocks)
         parameter_elements = sum(b.point.parameter_elements for b in blocks)
         return StageLoad(
@@ -190,7 +194,7 @@ class Work:
         count = 1
         for size in value.spec.shape:
             count *= size
-        return count // (self.local.degree if isinstance(rest, Split) else 1)
+        return count // weight_parts(self.local, name) // (self.local.degree if isinstance(rest, Split) else 1)
 
     def _repeated(self, start: int, stop: int) -> tuple[int, int]:
         """Elements that blocks [start, stop) count more than once because several of them use a parameter."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.blockprices import VIEWS
 from autoplan.flops import backward_flops, flops
+from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Op, insides
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
 from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
@@ -27,6 +28,7 @@ from runtime.call import dtype_of
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
+from runtime.traffic import gathered_uses
 
 # Collectives of the passes: instruction -> (forward, backward).
 COLLECTIVES: Mapping[str, tuple[CollectiveKind | None, CollectiveKind | None]] = {
@@ -139,10 +141,11 @@ class _Reader:
         outputs = [o for o in instr.outputs if o.spec is not None]
         swapped = op is not None and instr.target.startswith("runtime.") and instr.target != op.instr.target
         priced = op.instr if swapped and op is not None else instr
+        specs = self._gathered(instr, specs)
         out_specs = [o.spec for o in outputs if o.spec is not None]
         number = flops(priced.target, specs, out_specs, priced.args)
         has_grad = any(self.grads[o.name] for o in outputs)
-        time = self._time(priced, operands, out_specs, number)
+        time = self._time(priced, operands, specs, out_specs, number)
         tally.forward_s += time.forward_s
         tally.backward_s += time.backward_s if has_grad else 0.0
         tally.forward_flops += number
@@ -154,11 +157,23 @@ class _Reader:
         if has_grad:
             self._saved(instr, op, operands, tally)
 
-    def _time(self, instr: Instr, operands: list[str], outputs: Iterable[TensorSpec], number: int) -> OpTime:
+    def _gathered(self, instr: Instr, specs: list[TensorSpec]) -> list[TensorSpec]:
+        """Operands as a product that gathers them inside sees them."""
+        given = dict(instr.kwargs)
+        axes, gathers = given.get("axes"), given.get("gathers")
+        for axis, place in zip(axes, gathers, strict=True) if isinstance(axes, tuple) and isinstance(gathers, tuple) else ():
+            assert isinstance(axis, str) and isinstance(place, tuple)
+            operand, dim, *_ = (n for n in place if isinstance(n, int))
+            shape = list(specs[operand].shape)
+            shape[dim] *= self.degrees.get(axis, 1)
+            specs = [TensorSpec(tuple(shape), spec.dtype) if i == operand else spec for i, spec in enumerate(specs)]
+        return specs
+
+    def _time(self, instr: Instr, operands: list[str], specs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], number: int) -> OpTime:
         precision = self.pricer.precision
         key = OpKey(
             instr.target,
-            tuple((s.shape, s.dtype) for s in (local_spec(self.specs[n], precision) for n in operands)),
+            tuple((s.shape, s.dtype) for s in (local_spec(s, precision) for s in specs)),
             tuple((s.shape, s.dtype) for s in (local_spec(s, precision) for s in outputs)),
             arguments(cast_instr(instr, precision) if precision else instr),
             tuple(self.grads[n] for n in operands),
@@ -167,17 +182,29 @@ class _Reader:
         return self.pricer.op(key)
 
     def _inner(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
+        if instr.target == "runtime.gathered_linear":
+            needs = frozenset(name for name in operands if self.grads[name])
+            sent = [("forward", use) for use in gathered_uses(instr, self.specs, self.degrees)]
+            sent += [("backward", use) for use in gathered_uses(instr, self.specs, self.degrees, needs)]
+            for phase, use in sent:
+                size = use.num_bytes * self.size(operands[0]) // spec_bytes(self.specs[operands[0]])  # as it is computed
+                self._move(use.kind, use.axis, phase, size, tally)  # type: ignore[arg-type]
+            return
         kwargs = dict(instr.kwargs)
         axes, dims = kwargs.get("axis"), kwargs.get("dims")
         names = axes if isinstance(axes, tuple) else (axes,)
         for number, axis in enumerate(names):
             dim = dims[number] if isinstance(dims, tuple) else None
-            fitting = (loop for loop in op.loops if loop.lowering == instr.target and (dim is None or (loop.reads[0] and loop.reads[0].dim == dim)))
+            fitting = (
+                loop
+                for loop in (*op.loops, *gathered_loops(self.graph, op))
+                if loop.lowering == instr.target and (dim is None or (loop.reads[0] and loop.reads[0].dim == dim))
+            )
             loop = next(fitting, None)
             if loop is None:
                 return
             assert isinstance(axis, str)
-            for kind, (side, position), phase, part in insides(self.graph, op, loop.label):
+            for kind, (side, position), phase, part in insides(self.graph, op, loop):
                 name = operands[position] if side == "in" else op.outputs[position]
                 where = (loop.reads if side == "in" else loop.writes)[position]
                 size = self.size(name) * (self.degrees.get(axis, 1) if where is not None else 1)
