@@ -46,7 +46,8 @@ def check_scheme(constraints: Constraints, world_size: int, batch: int, graph: G
         raise InfeasibleError(f"{asked} cannot be had: the ranks form a grid of {form}, and {tp} is no such product. Nearest: {fix}")
     if not degrees:
         raise InfeasibleError(
-            f"constraint tensor={scheme!r} cannot be had on {world_size} devices: no divisor of {world_size} is a grid of {form}. Use tensor='1d', or 4 or 8 devices"
+            f"constraint tensor={scheme!r} cannot be had on {world_size} devices: no divisor of {world_size} is a grid of {form}. "
+            "Use tensor='1d', or 4 or 8 devices"
         )
     asked = [grid for d in ([tp] if tp is not None else degrees) for grid in grids(scheme, d)]
     share = batch // (constraints.dp or 1)

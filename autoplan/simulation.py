@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoplan.gathered import loop_of
 from autoplan.graph import Graph, Option, insides
 from autoplan.layout import PARTIAL, VARY, Layout, Split
 from autoplan.lockstep import run_lockstep
@@ -148,7 +149,7 @@ class Simulation:
     def _check_traffic(self, ranks: list[list[tuple[str, str, int]]]) -> None:
         """What the ranks sent inside the operator is what its loop declares, in elements."""
         declared = []
-        for kind, (side, i), phase, part in insides(self.graph, self.op, self.loop):
+        for kind, (side, i), phase, part in insides(self.graph, self.op, loop_of(self.graph, self.op, self.option.label)):
             names = self.op.operands if side == "in" else self.op.outputs
             declared.append((kind, phase, math.prod(self.graph.values[names[i]].spec.shape) * part))
         together: Counter[tuple[str, str, int]] = Counter()
