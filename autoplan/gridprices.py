@@ -39,7 +39,8 @@ def scheme_options(graph: Graph, op: Op, found: Sequence[Option], scheme: str) -
     dividing = [option for option in found if option.label != "whole" and not option.label.startswith("partial:")]
     if scheme == "1.5d":
         outputs = [o for o in dividing if op.flops and len(op.operands) == 2 and (loop := loop_of(graph, op, o.label)) and _is_output(graph, op, loop)]
-        return tuple(outputs or (found if op.flops else [option for option in found if option.label == "whole"]))
+        free = op.flops or op.instr.target.startswith("aten.embedding.")  # a table may be the weight of a product too
+        return tuple(outputs or (found if free else [option for option in found if option.label == "whole"]))
     inside = [option for option in dividing if (loop := loop_of(graph, op, option.label)) and loop.gathers]
     return tuple(inside or found)
 
