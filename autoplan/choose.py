@@ -264,8 +264,21 @@ class Chooser:
     def _answer(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
         key = (self._view(pattern, boundary), price)
         if key not in self._solved:
-            self._solved[key] = self._known(pattern, boundary, price) or solve(self.problem(pattern, boundary), price, gap=_GAP, time_limit_s=self._clock())
+            self._solved[key] = self._known(pattern, boundary, price) or self._near(pattern, boundary, price) or self._solve(pattern, boundary, price)
         return self._solved[key]
+
+    def _solve(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
+        return solve(self.problem(pattern, boundary), price, gap=_GAP, time_limit_s=self._clock())
+
+    def _near(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
+        """The best choice among those of the relaxation and the steady answer, where it is as good as the solver's gap asks."""
+        known = None if price == self._steady else self._answer(pattern, boundary, self._steady)
+        if known is None:
+            return None
+        relaxed = self._relax(pattern, boundary, price, ())
+        assert relaxed is not None, "a solution is one of the relaxation too"
+        found = solve_near(self.problem(pattern, boundary), price, (), relaxed, known, gap=_GAP, time_limit_s=self._clock())
+        return found if found is not None and found.bound_s >= found.objective_s * (1 - _REUSE) else None
 
     def _known(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
         """The answer at the steady price, where it is good enough at `price` too: m/M of its bound bounds the objective at m micro-batches,

@@ -34,6 +34,7 @@ import numpy as np
 
 from autoplan import squeeze
 from autoplan.bounds import Bounds, Least, least_blocks, ramp
+from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chooser, Chosen, Outline
 from autoplan.constraints import Constraints, check_degrees, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
@@ -427,6 +428,7 @@ class Searcher:
         memories = by_rank(memories, step.stage_ranks)
         fullest = max(range(len(memories)), key=lambda j: memories[j].total)
         step_s, idle_s = least_step(times, step)
+        step_s = max(step_s, chain_s(times, step))
         if memories[fullest].total <= self.limit_bytes and (step_s < best_s or self.task.stages is not None):  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.pricer)
         return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s, is_bent)
