@@ -230,6 +230,7 @@ class Chooser:
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}
         self._within: dict[tuple[tuple, Price, tuple[Budget, ...]], Solution | None] = {}
         self._relaxed: dict[tuple[tuple, Price, tuple[Budget, ...]], Relaxed | None] = {}
+        self._totals: dict[Boundary, float] = {}
         self._clock = clock
         self._steady = steady
         self._seen: dict[tuple[str, Boundary], tuple] = {}
@@ -278,7 +279,15 @@ class Chooser:
         relaxed = self._relax(pattern, boundary, price, ())
         assert relaxed is not None, "a solution is one of the relaxation too"
         found = solve_near(self.problem(pattern, boundary), price, (), relaxed, known, gap=_GAP, time_limit_s=self._clock())
-        return found if found is not None and found.bound_s >= found.objective_s * (1 - _REUSE) else None
+        return found if found is not None and found.bound_s >= found.objective_s - self._slack_s(pattern, boundary, price, found.objective_s) else None
+
+    def _slack_s(self, pattern: str, boundary: Boundary, price: Price, objective_s: float) -> float:
+        """By how much an answer may miss its bound: by a small part of it, or of what all blocks of the model take, if that is more."""
+        if boundary not in self._totals:
+            answers = {p: self._answer(p, boundary, self._steady) for p in self.outline.examples}
+            self._totals[boundary] = sum(self.outline.counts[p] * a.objective_s for p, a in answers.items() if a is not None)
+        scale = price.num_micro_batches / self._steady.num_micro_batches / self.outline.counts[pattern] / len(self.outline.examples)
+        return _REUSE * max(objective_s, scale * self._totals[boundary])
 
     def _known(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
         """The answer at the steady price, where it is good enough at `price` too: m/M of its bound bounds the objective at m micro-batches,
@@ -293,7 +302,9 @@ class Chooser:
         resting = sum(w.num_bytes // self.local.degree for w in self.problem(pattern, boundary).weights.values())
         bound_s = m * answer.bound_s + (price.per_parameter_byte_s - m * steady.per_parameter_byte_s) * resting
         objective_s = price.of(answer.point)
-        return replace(answer, objective_s=objective_s, bound_s=bound_s) if bound_s >= objective_s * (1 - _REUSE) else None
+        return (
+            replace(answer, objective_s=objective_s, bound_s=bound_s) if bound_s >= objective_s - self._slack_s(pattern, boundary, price, objective_s) else None
+        )
 
     def free(self, pattern: str, boundary: Boundary) -> Solution:
         """The answer at the steady price, whatever memory it needs."""

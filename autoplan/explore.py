@@ -58,6 +58,7 @@ from costmodel.memory import widths
 from costmodel.prices import Prices
 
 _ENOUGH = 0.005  # the search ends once nothing left can be faster by more
+_NEAR = 1.1  # times of the best plan, within which a plan is looked at twice
 _NUM_MESHES = 5  # worked out at least, where there are as many
 
 
@@ -384,6 +385,10 @@ class Searcher:
             if result is None:
                 continue
             results.append(result)
+            weighing = squeeze.exposing(result, price, self.outline.counts) if result.fits and result.step_s < fastest_s * _NEAR else None
+            if weighing is not None:
+                again = cut(chooser.choose_near(chosen, weighing))
+                results += [again] if again is not None else []
             if (not result.fits or result.is_bent) and not some:
                 place = Place(chooser, boundary, price, self.step(shape, storing), storing.recompute, blocks)
                 fastest_s = min(fastest_s, result.step_s) if result.fits else fastest_s

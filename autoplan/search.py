@@ -23,7 +23,7 @@ from costmodel.prices import Prices
 _NUM_ALTERNATIVES = 5
 _NUM_FINALISTS = 3
 _CLOSE = 1.02  # times of the best, within which finalists are lowered too
-_MANY_OPS = 4000  # of a graph, beyond which the best alone is lowered
+_MANY_OPS = 1000  # of a graph, beyond which the best alone is lowered: its price is the same before and after
 
 
 def search(

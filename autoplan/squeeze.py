@@ -10,6 +10,8 @@ P and A. With the other blocks and the same cuts it fits where
 
 (recomputed: A' once, what enters the blocks does not change). The program under this budget gives the next plan; a stage that is
 too full then adds its own. Where the block has nothing more to give, the other patterns weigh memory too.
+
+The first choice takes parameters to move beside compute (`exposing`: where they do not, they weigh more in a second one).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from autoplan.replay import Step
 
 _TRIES = 4
 _NUM_BUDGETS = 2  # in one program
+_EXPOSED = 0.01  # of a step, of moving parameters
 _WEIGHT = 0.5  # of memory against time, of the other patterns
 
 
@@ -102,6 +105,19 @@ def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget 
     budget = Budget(0.0, count * states, 1.0 if recomputed else count * float(bounds.held(place.step)[stage]))
     limit = result.limit_bytes - (result.memory.total - budget.used_bytes(point))
     return replace(budget, limit_bytes=limit) if limit > 0.0 else None
+
+
+def exposing(result: Result, price: Price, counts: Mapping[str, int]) -> Price | None:
+    """The price at which parameters also weigh what moving them adds to the step of a plan; None where that is next to nothing."""
+    m = result.shape.num_micro_batches
+    stage = max(range(len(result.loads)), key=lambda j: result.loads[j].slot_s)
+    load, time = result.loads[stage], result.times[stage]
+    moved_s = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s) - m * load.slot_s
+    moved_s += sum(seconds for _, stream, seconds in time.tail if stream == "dp")
+    if moved_s < _EXPOSED * result.step_s:
+        return None
+    kept = sum(solution.point.parameter_bytes * counts[p] for p, solution in result.chosen.solutions.items()) / len(result.loads)
+    return replace(price, per_parameter_byte_s=price.per_parameter_byte_s + moved_s / max(1.0, kept))
 
 
 def _lean(chosen: Chosen, price: Price, counts: Mapping[str, int]) -> Price:
