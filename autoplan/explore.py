@@ -392,9 +392,14 @@ class Searcher:
             if (not result.fits or result.is_bent) and not some:
                 place = Place(chooser, boundary, price, self.step(shape, storing), storing.recompute, blocks)
                 fastest_s = min(fastest_s, result.step_s) if result.fits else fastest_s
+                enough_s = fastest_s * (1 - _ENOUGH)
                 if self.task.stages is None:
-                    bound_s = max(bound_s, squeeze.bound_s(place, self._bounds, fastest_s))
-                if not result.fits and bound_s < fastest_s * (1 - _ENOUGH) and is_squeezed:
+                    known = squeeze.squeezed(place, self._bounds, fastest_s, enough_s)
+                    bound_s = max(bound_s, known.bound_s)
+                    lean = squeeze.leaner(place, chosen, known.budgets) if bound_s < enough_s and is_squeezed else None
+                    result = (cut(lean) if lean is not None else None) or result
+                    results += [result] if result is not results[-1] else []
+                if not result.fits and bound_s < enough_s and is_squeezed:
                     results += squeeze.plans(place, self._bounds, result, cut)
             least_s = min(least_s, bound_s)
         return results, min([least_s, best_s, *(r.step_s for r in results if r.fits)])

@@ -26,6 +26,8 @@ from autoplan.problem import Budget, Price
 from autoplan.replay import Step
 
 _TRIES = 4
+_ROUNDS = 4
+_CHANGE = 1e-3  # of a bound from one round to the next, less than which ends them
 _NUM_BUDGETS = 2  # in one program
 _EXPOSED = 0.01  # of a step, of moving parameters
 _WEIGHT = 0.5  # of memory against time, of the other patterns
@@ -43,16 +45,37 @@ class Place:
     blocks: Mapping[str, Least]  # at least, at this boundary
 
 
-def bound_s(place: Place, bounds: Bounds, best_s: float) -> float:
-    """A lower bound of plans at `place` that fit, or `best_s` if it is less."""
+@dataclass(frozen=True)
+class Squeezed:
+    """A lower bound of plans that fit and take less than the best one known (else that), and the budgets that they keep."""
+
+    bound_s: float
+    budgets: tuple[Budget, ...]
+
+
+def squeezed(place: Place, bounds: Bounds, best_s: float, enough_s: float) -> Squeezed:
+    """Bound the plans at `place`. Slower blocks leave less room for many of them on one stage, so that the budgets are tightened
+    until nothing changes, or the bound reaches `enough_s`."""
     name = main_pattern(place.blocks)
-    budgets = bounds.budgets(place.blocks, place.step, place.recompute, best_s)
-    seconds = place.chooser.within_s(name, place.boundary, _tightest(budgets, place))
-    if seconds is None:
-        return best_s
-    main = place.blocks[name]
-    tighter = {**place.blocks, name: replace(main, seconds=max(main.seconds, seconds))}
-    return min(best_s, bounds.step_s(tighter, place.step, place.recompute))
+    blocks, budgets, bound_s = place.blocks, (), 0.0
+    for _ in range(_ROUNDS):
+        budgets = _tightest(bounds.budgets(blocks, place.step, place.recompute, best_s), place)
+        seconds = place.chooser.within_s(name, place.boundary, budgets)
+        if seconds is None:
+            return Squeezed(best_s, budgets)
+        main = blocks[name]
+        blocks = {**blocks, name: replace(main, seconds=max(main.seconds, seconds))}
+        before, bound_s = bound_s, max(bound_s, bounds.step_s(blocks, place.step, place.recompute))
+        if bound_s >= enough_s or bound_s <= before * (1 + _CHANGE) or not budgets:
+            break
+    return Squeezed(min(best_s, bound_s), budgets)
+
+
+def leaner(place: Place, chosen: Chosen, budgets: tuple[Budget, ...]) -> Chosen | None:
+    """`chosen` with a main block that keeps `budgets`; None where none was found, or it does already."""
+    name = main_pattern(place.blocks)
+    found = place.chooser.within(name, place.boundary, place.price, budgets)
+    return None if found is None or found.picks == chosen.solutions[name].picks else Chosen(place.boundary, {**chosen.solutions, name: found})
 
 
 def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], Result | None]) -> list[Result]:

@@ -77,7 +77,7 @@ class Instance:
 
 
 def instance(seed: int) -> Instance:
-    """A random graph of one to three equal layers and a head, one to four devices, and a memory limit that often binds."""
+    """A random graph of one to three equal layers and a head (rows with positions, or features alone before which there is one more product), one to four devices, and a memory limit that often binds."""
     draw = random.Random(seed)
     has_rows = draw.random() < 0.5
     b = Builder(batch=draw.choice([2, 4]))
@@ -86,10 +86,12 @@ def instance(seed: int) -> Instance:
     lead = (0, s) if has_rows else (0,)
     b.value("given", "input", (*lead, h), grad=False)
     size, kind, inner = b.sizes[h], draw.choice(["plain", "wide"]) if not has_rows else "plain", draw.choice([4, 8, 12, 32])
-    first = b.factor(size)
-    b.value("w0", "parameter", (first, h))
-    x, h = b.linear("x0", "given", "w0"), first
-    b.block("prologue", 0, "prologue")
+    x = "given"
+    if not has_rows:
+        first = b.factor(size)
+        b.value("w0", "parameter", (first, h))
+        x, h = b.linear("x0", "given", "w0"), first
+        b.block("prologue", 0, "prologue")
     for i in range(draw.choice([1, 2, 3])):
         start, f = len(b.ops), b.factor(size if kind == "plain" else inner)
         b.value(f"up{i}", "parameter", (f, h))

@@ -28,12 +28,12 @@ def check(seed: int) -> float:
     return 1 - least_s / step_s
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_plan_is_the_fastest_of_all_executable_plans(seed: int) -> None:
     assert check(seed) <= _TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24, 500))
+@pytest.mark.parametrize("seed", range(10, 500))
 def test_the_plan_is_the_fastest_of_all_executable_plans_at_length(seed: int) -> None:
     assert check(seed) <= _TOLERANCE
