@@ -77,7 +77,8 @@ class Instance:
 
 
 def instance(seed: int) -> Instance:
-    """A random graph of one to three equal layers and a head (rows with positions, or features alone before which there is one more product), one to four devices, and a memory limit that often binds."""
+    """A random graph of one to three equal layers and a head, one to four devices, and a memory limit that often binds. Its values have
+    positions, or features alone: then there is one more product in front."""
     draw = random.Random(seed)
     has_rows = draw.random() < 0.5
     b = Builder(batch=draw.choice([2, 4]))
