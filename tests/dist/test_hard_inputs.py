@@ -7,6 +7,7 @@ import pytest
 from tests.dist.hard_parity import Found, Try, attempts
 from tests.dist.launch import run_ranks
 from tests.hard import HARD
+from tests.harder import HARDER
 
 FP32, BF16 = 1e-5, 2e-2
 UNEVEN = dict(pp=2, num_micro_batches=3, recompute="full")  # 8 rows as 3, 3, 2; one micro-batch has no valid label
@@ -71,3 +72,10 @@ def test_hard_inputs_on_two_ranks_equal_the_plain_model_or_are_refused_by_name()
 @pytest.mark.timeout(400)
 def test_hard_inputs_on_four_ranks_equal_the_plain_model() -> None:
     check(FOUR, run_ranks(attempts, 4, FOUR, timeout_s=360)[0])
+
+
+@pytest.mark.timeout(590)
+def test_harder_inputs_equal_the_plain_model() -> None:
+    plans = (UNEVEN, dict(dp=2, zero=3, num_micro_batches=2), dict(tp=2, num_micro_batches=2))
+    tries = [Try(name, plan, splits_seed=1 if "tp" in plan else None) for name in HARDER for plan in plans]
+    check(tries, run_ranks(attempts, 2, tries, timeout_s=560)[0])
