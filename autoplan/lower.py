@@ -186,9 +186,8 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
                 zero=plan.zero,
                 zero_group=plan.zero_group,
                 global_rows=rows,
-                sync=plan.sync,
+                sync=plan.sync if plan.sync == "ps" else "allreduce",
                 servers=plan.servers,
-                staleness=plan.staleness,
             )
         )
     return tuple(programs)

@@ -28,7 +28,7 @@ from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
 from autoplan.retarget import check_plan, retarget
 from autoplan.schemes import tensor_axes
-from autoplan.served import served_class
+from autoplan.served import served_class, worker_class
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.share import Share, check_data, share_of
 from autoplan.timeline import joined, measured, rank_events
@@ -38,6 +38,7 @@ from costmodel.detect import detect
 from runtime.executor import Executor
 from runtime.guard import PATIENCE_S
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
+from runtime.order import Record
 from runtime.program import Program
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -129,8 +130,6 @@ class ParallelModel:
         plan = self._for_graph(self._planned(graph), graph, batch)
         check_plan(plan, graph, _world_size())
         graph = arranged(graph, plan)
-        if plan.sync == "async":
-            raise UsageError("asynchronous plans can be priced, not run yet: plan with sync='ps' or 'allreduce'")
         batch = cast_batch(batch, precision)
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
@@ -170,7 +169,7 @@ class ParallelModel:
         """The program of this rank for a batch of `rows` rows; captures again for inputs of another shape."""
         key = shape_key(batch, rows)
         if key not in self._graphs:
-            self._capture_again(with_rows(batch, rows), key)
+            self._capture_again(with_rows(batch, rows), key, is_shared=not self._steps_alone(kind))
         if (key, kind) not in self._programs:
             graph, plan = self._graphs[key]
             if kind != "train":
@@ -179,11 +178,19 @@ class ParallelModel:
             self._programs[(key, kind)] = programs[mesh.axis("pp").index]
         return self._programs[(key, kind)]
 
-    def _capture_again(self, batch: Batch, key: str) -> None:
+    def _steps_alone(self, kind: str) -> bool:
+        """Whether this rank does it without the others: a step of an asynchronous worker."""
+        return kind == "train" and self._plan is not None and self._plan.sync == "async"
+
+    def _capture_again(self, batch: Batch, key: str, *, is_shared: bool) -> None:
         """Capture inputs of another shape and carry the plan's decisions over: same operators, other sizes. Numbers that the model
         computes from its sizes (a mean written as sum / x.shape[0]) are right only for the shape that they were captured with."""
         first_graph, plan = next(iter(self._graphs.values()))
-        graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision))
+
+        def captured() -> Graph:
+            return capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision)
+
+        graph = from_first_rank(captured) if is_shared else captured()
         self._graphs[key] = (arranged(graph, plan), retarget(plan, first_graph, graph))
         if len(self._graphs) > _MAX_SHAPES:
             oldest = list(self._graphs)[1]
@@ -283,11 +290,13 @@ class ParallelModel:
             rows = self._global_rows(batch)
             program = f"{kind} on {shape_key(content, rows)}"
         except Exception as error:
-            self._calls.refuse(str(error))
+            if not self._steps_alone(kind):
+                self._calls.refuse(str(error))
             raise
         with told():
-            self._calls.enter(program)
-            if self._settings.check_data:
+            if not self._steps_alone(kind):
+                self._calls.enter(program)
+            if self._settings.check_data and not self._steps_alone(kind):
                 check_data(content, executor.mesh, is_share=isinstance(batch, Share) or num_rows(content) != rows)
         program = self._program(content, rows, kind, executor.mesh)
         if program is not executor.program:
@@ -335,9 +344,20 @@ class ParallelModel:
         `params`: all parameters, or some of `parameters()` or `named_parameters()`, or groups of them. Every rank calls it. Raises
         UnsupportedOpError for an optimizer that needs all parameters in one place while they lie on several stages.
         """
-        is_served = self.executor.servers is not None
-        made: Any = served_class(cls, self.executor) if is_served else optimizer_class(cls, self.executor.trainable, self.plan.degree("pp"))
+        made: Any
+        if self.plan.sync == "allreduce":
+            made = optimizer_class(cls, self.executor.trainable, self.plan.degree("pp"))
+        else:
+            made = (served_class if self.plan.sync == "ps" else worker_class)(cls, self.executor)
         return made(list(self.parameters() if params is None else params), **options)
+
+    def finish(self) -> Record | None:
+        """End an asynchronous run: every rank calls it after its last step, in its own time; returns once all have, with the servers' last
+        weights in every replica, and what happened (runtime/order.py). None for plans whose ranks step together."""
+        if self.executor.worker is None:
+            return None
+        with told():
+            return self.executor.finish()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients by one factor so that their global norm is at most `max_norm`; returns the norm before."""

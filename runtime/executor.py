@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,10 @@ from runtime.bodies import compile_bodies
 from runtime.compile import compile_block
 from runtime.errors import BatchError, CommunicationError, ScheduleError, StageError
 from runtime.finite import not_finite, suspicion
-from runtime.mesh import Mesh
+from runtime.mesh import Mesh, alone
 from runtime.norm import clip_grad_norm
+from runtime.order import Record
+from runtime.parameter_server import MakeOptimizer
 from runtime.partition import servers_of
 from runtime.program import Program
 from runtime.random import RandomState
@@ -32,6 +34,8 @@ from runtime.schedule import forward_only, schedule
 from runtime.servers import Servers
 from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, constants, materialise
+from runtime.traffic import with_gradients
+from runtime.workers import Worker
 
 _MAX_CODES = 16  # programs that are kept ready
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -73,7 +77,9 @@ class Executor:
             s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by)) for s in program.stages
         }
         self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
-        self.servers = Servers(self.trainable, served_by, mesh) if served_by else None
+        self.servers = Servers(self.trainable, served_by, mesh) if program.sync == "ps" else None
+        self.worker = Worker(self.trainable, served_by, program.staleness, mesh) if program.sync == "async" else None
+        self._own = mesh if self.worker is None else alone(mesh)  # the ranks that step together
         self.rebind(program, dense)
 
     def rebind(self, program: Program, dense: Dense | None = None) -> None:
@@ -85,6 +91,7 @@ class Executor:
         for code in self._codes:
             if code.program is program:
                 self.code = code
+                self._at = self._own if program.sync == "async" else self.mesh
                 return
         for stage in program.stages:
             kept = {r.stored.name: r.stored for r in self.storages[stage.index].residents}
@@ -95,19 +102,20 @@ class Executor:
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
             self.storages[stage.index].check_readers(stage)
         self.mesh.guard.is_new = True
+        self._at = self._own if program.sync == "async" else self.mesh
         bodies, known = {}, {}
         for stage in program.stages:
             storage = self.storages[stage.index]
             own = constants(stage, dense or _no_constants, self.mesh)
             known.update(own)
-            compiled = compile_bodies(stage, storage.module, self.mesh, storage.later, own, self._backend)
+            compiled = compile_bodies(stage, storage.module, self._at, storage.later, own, self._backend)
             bodies.update({(stage.index, rows): body for rows, body in compiled.items()})
         self.code = Code(
             program,
             {stage.index: stage for stage in program.stages},
             self.storages,
             bodies,
-            compile_block(program.preamble, self.mesh) if program.preamble else None,
+            compile_block(program.preamble, self._at) if program.preamble else None,
             known,
             schedule(program.schedule, program.stage_ranks, program.num_micro_batches),
         )
@@ -150,12 +158,12 @@ class Executor:
             run.run()
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
                 self._reshard()
-                reduce_over_axes(self.trainable, self.mesh)
-                sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
+                reduce_over_axes(self.trainable, self._at)
+                sum_tied(self.trainable, self.program.stage_ranks, self._at)
                 if self.servers is not None:
                     self.servers.push()
                 loss, is_suspect = self._told(run, suspicion(self.trainable, self.mesh.device))
-                faults = not_finite(self.trainable, self.mesh) if is_suspect else ()
+                faults = not_finite(self.trainable, self._at) if is_suspect else ()
                 self._finish(run, kept_grads, loss, faults)
             self.num_steps += 1
             guard.is_new, guard.patience_s = False, max(guard.patience_s, 5 * (time.monotonic() - start_s))
@@ -187,7 +195,7 @@ class Executor:
 
     def _report(self, loss: torch.Tensor, faults: tuple[str, ...]) -> None:
         """Warn of a skipped step, on rank 0; not of a scaled loss that was too large, which is how its scale is found."""
-        if self.mesh.rank or (self.loss_scale is not None and bool(torch.isfinite(loss))):
+        if (self._at is self.mesh and self.mesh.rank) or (self.loss_scale is not None and bool(torch.isfinite(loss))):
             return
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         what = f", gradients that are not finite: {', '.join(faults[:5])}{more}" if faults else ""
@@ -216,10 +224,11 @@ class Executor:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients of the model so that their one norm is at most `max_norm`; returns the norm before, on every rank."""
         with self.mesh.recorder.action("clip", "reduce"), torch.no_grad():
-            return clip_grad_norm(self.trainable, self.mesh, max_norm, norm_type)
+            return clip_grad_norm(self.trainable, self._own, max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Dense parameters and buffers under the model's own names, aliases included, on rank 0; empty on other ranks."""
+        self._settle()
         return collect(self.residents, self.mesh, self.program.stage_ranks, lambda r: None if r.stored.kind == "constant" else r.tensor)
 
     def full_grads(self) -> dict[str, torch.Tensor]:
@@ -235,13 +244,65 @@ class Executor:
         with self._guarded():
             self.servers.pull(updated)
 
+    def with_gradients(self) -> frozenset[torch.Tensor]:
+        """The parameters that a step leaves a gradient of."""
+        found = with_gradients(self.program)
+        return frozenset(r.tensor for r in self.trainable if (r.stage, r.stored.name) in found)
+
+    def start(self, groups: Sequence[Sequence[torch.Tensor]], make: MakeOptimizer) -> None:
+        """Begin to serve and to work (runtime/workers.py). All ranks call it; returns when all serve."""
+        assert self.worker is not None, "the program is not asynchronous"
+        with self._guarded():
+            self.worker.start(groups, make)
+            self._meet()
+
+    def exchange(self, rates: Sequence[float]) -> None:
+        """Push this worker's gradients with the learning rates of the optimizer's groups, and pull weights. Raises as `step`."""
+        assert self.worker is not None, "the program is not asynchronous"
+        with self._guarded():
+            self.worker.exchange(rates)
+        self._reshard()
+
+    def finish(self) -> Record:
+        """End an asynchronous run: wait until every worker has ended, take the last weights; what happened, on every rank."""
+        assert self.worker is not None, "the program is not asynchronous"
+        with self._guarded():
+            if not self.worker.has_finished:
+                self.worker.finish()
+            self._reshard()
+            return self.worker.record()
+
+    def _settle(self) -> None:
+        """Give all workers the servers' weights, once every worker is here. Nothing where a step leaves them equal."""
+        if self.worker is None or not self.worker.has_started or self.worker.has_finished:
+            return
+        with self._guarded():
+            self._meet()
+            self.worker.refresh()
+            self._meet()
+            self._reshard()
+
+    def _take(self) -> None:
+        """Give the servers the weights that were loaded."""
+        if self.worker is not None and self.worker.has_started:
+            with self._guarded():
+                self._meet()
+                self.worker.take()
+                self._meet()
+
+    def _meet(self) -> None:
+        with self.mesh.recorder.action("wait", "reduce"):
+            all_reduce_bucket([torch.zeros(1, device=self.mesh.device)], self.mesh.world)
+
     def load_full_state_dict(self, dense: Callable[[str], torch.Tensor | None]) -> None:
         """Fill every parameter and buffer from `dense(name)` (None: not there), each rank its own part. Raises ValueError."""
         load(self.residents, dense)
+        self._take()
 
     def save(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True) -> Saving:
         """Write a checkpoint that loads under any plan and world size (runtime/checkpoint.py). Raises CheckpointError."""
         self.finish_saving()
+        self._settle()
         progress = checkpoint.Progress(self.num_steps, self.loss_scale)
         self._saving = checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, progress, optimizer, wait=wait)
         return self._saving
@@ -254,6 +315,7 @@ class Executor:
 
     def export(self, path: str | os.PathLike, keep: Callable[[str], bool]) -> None:
         """The model as safetensors under its own names (runtime/checkpoint.py). Raises CheckpointError."""
+        self._settle()
         checkpoint.export(path, self.residents, self.mesh, self.program.stage_ranks, keep)
 
     def load(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -263,9 +325,11 @@ class Executor:
         self.num_steps = progress.num_steps
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
+        self._take()
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients and without writing buffers."""
+        self._settle()
         with self._guarded():
             run = self._forward(batch)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
@@ -273,6 +337,7 @@ class Executor:
 
     def predict(self, batch: Any) -> dict[str, torch.Tensor]:
         """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""
+        self._settle()
         with self._guarded():
             run = self._forward(batch)
             counts = [[m.stop - m.start for m in own] for own in self.program.micro_batches]
@@ -285,7 +350,7 @@ class Executor:
             return RandomState(self.seed, self.num_steps, micro_batch, row_start, self._random_by_element)
 
         factor = self.loss_scale.factor if self.loss_scale is not None else 1.0
-        return Run(replace(self.code, actions=actions), self.mesh, batch, state, is_training, factor)
+        return Run(replace(self.code, actions=actions), self._at, batch, state, is_training, factor)
 
     def _forward(self, batch: Any) -> Run:
         run = self._new_run(batch, tuple(forward_only(own) for own in self.code.actions), is_training=False)
@@ -312,12 +377,12 @@ class Executor:
             if stage.loss is None:
                 continue
             assert run.loss is not None
-            others = [axis for name, axis in self.mesh.axes.items() if name != "pp" and name not in stage.loss_partial]
+            others = [axis for name, axis in self._at.axes.items() if name != "pp" and name not in stage.loss_partial]
             if all(axis.index == 0 for axis in others):
                 told[0] = run.loss.double()
-            if all(axis.index == 0 for name, axis in self.mesh.axes.items() if name != "pp"):
+            if all(axis.index == 0 for name, axis in self._at.axes.items() if name != "pp"):
                 told[1] = _LOSS_DTYPES.index(run.loss.dtype)
-        all_reduce_bucket([told], self.mesh.world)
+        all_reduce_bucket([told], self._at.world)
         loss, dtype, suspects = told.tolist()
         return torch.tensor(loss, dtype=torch.float64, device=self.mesh.device).to(_LOSS_DTYPES[int(dtype)]), suspects > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +66,14 @@ class Mesh:
     def world(self) -> Axis:
         """All ranks of the job in one line."""
         return Axis("world", self.world_size, self.rank, tuple(range(self.world_size)), None, self.recorder, self.timeout_s, self.guard, self.device)
+
+
+def alone(mesh: Mesh) -> Mesh:
+    """The same device and recorder with nobody to talk to: a worker that steps by itself. Errors are still told to the whole job."""
+    axes = {name: Axis(name, 1, 0, (mesh.rank,), None, mesh.recorder, mesh.timeout_s, mesh.guard, mesh.device) for name in mesh.axes}
+    shards = replace(mesh.shard_axis, size=1, index=0, ranks=(mesh.rank,), group=None)
+    channels = dict.fromkeys(mesh.channels)
+    return replace(mesh, axes=axes, world_size=1, channels=channels, shards=None, shard_axis=shards, replica_axis=shards)
 
 
 CHANNELS = ("forward up", "forward down", "backward up", "backward down")

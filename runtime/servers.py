@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from runtime.collective import raw_all_reduce
 from runtime.errors import CommunicationError, StageError
-from runtime.mesh import Mesh
+from runtime.mesh import Axis, Mesh
 from runtime.partition import Bucket, Piece, Tensor, buckets, partition
 from runtime.storage import Resident
 
@@ -174,13 +174,14 @@ class Servers:
         """A tensor of which every rank has what it serves and zeros elsewhere, whole on all data ranks, which all call it."""
         return raw_all_reduce(tensor, self.axis)
 
-    def everyone(self, value: Any) -> list[Any]:
-        """`value` of every data rank, in order."""
-        if self.axis.group is None:
-            return [value]
-        found: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(found, value, group=self.axis.group)
-        return found
+
+def everyone(axis: Axis, value: Any) -> list[Any]:
+    """`value` of every rank of an axis, in order."""
+    if axis.group is None:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, value, group=axis.group)
+    return found
 
 
 def _turns(by_server: Sequence[Sequence[Bucket]]) -> Iterable[tuple[Bucket, ...]]:

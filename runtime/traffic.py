@@ -350,6 +350,11 @@ def is_split_backward(program: Program) -> bool:
     return program.schedule in ("zb", "zbv")
 
 
+def with_gradients(program: Program) -> frozenset[tuple[int, str]]:
+    """(stage, value name) of the parameters that a step leaves a gradient of."""
+    return frozenset((stage.index, s.name) for stage in program.stages for s in stage.stored if any(s is found for found in _grads(program)))
+
+
 def _grads(program: Program) -> list[Stored]:
     """Trainable parameters that get a gradient, in the order of the program; those of tied ones on every stage."""
     out = []
