@@ -13,6 +13,7 @@ _HOMES = {
     "find_plan": "autoplan.api",
     "parallelize": "autoplan.parallel",
     "ParallelModel": "autoplan.parallel",
+    "retrace": "autoplan.retracing",
     "register_rule": "autoplan.rules",
     "Constraints": "autoplan.constraints",
     "Cluster": "costmodel.cluster",

@@ -1,4 +1,4 @@
-"""Dense weights in safetensors files, one tensor at a time."""
+"""Dense weights, one tensor at a time: of a model, and in safetensors files."""
 
 from __future__ import annotations
 

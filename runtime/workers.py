@@ -188,12 +188,21 @@ class Worker:
                 for part in self._parts:
                     if part.server == axis.index:
                         assert self.server is not None
-                        messages = part.packed(_answer(self.server, axis.index, request, step, axis.guard.check))
+                        with axis.guard.waiting():
+                            messages = part.packed(_answer(self.server, axis.index, request, step, self._look()))
                         self._write(part, messages, start)
                 for part, messages, works in coming:
                     for work in works:
                         self._wait(_Patient(work), part.server, "pull from")
                     self._write(part, messages, start)
+
+    def _look(self) -> Callable[[], None]:
+        """What to do twice a second while this rank's own server lets it wait."""
+        guard = self.axis.guard
+        if guard.store is None:
+            return lambda: None
+        watch = guard.watch()
+        return lambda: guard.look(watch)
 
     def _write(self, part: Part, messages: Sequence[torch.Tensor], start: Any) -> None:
         for message in messages:
