@@ -19,7 +19,8 @@ Parameter servers (ZeRO-0, W bytes of gradients, s servers on the p data ranks):
 of a server over its part, a pull of W (costmodel/collective.py: the busiest server's p W / s decides). "async": a worker waits for its own
 push, update and pull alone, but no step is shorter than what the busiest server does for all workers:
 
-    tail = max(send(W) + u + send(W), push(W) + p u + pull(W) - compute), u seconds to update one server's part
+    tail = max(send(W') + u + send(W'), push(W) + p u + pull(W) - compute), u seconds to update one server's part,
+                                                                                          W' = W, without the own part where all serve
 
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets), "tp" (deferred) and tied stages, the optimizer. The step
 ends with the slowest rank. Memory of a rank = states at rest (costmodel/memory.py) + saved activations x micro-batches held, as
@@ -145,7 +146,8 @@ def _asynchronous(
 ) -> list[tuple[str, str, float]]:
     """What follows a worker's passes of `busy_s` seconds: the module's formula."""
     far = RankGroup(2, group.stride * (group.size - 1), 0, group.concurrent)
-    push_s, pull_s = pricer.collective("send", push_bytes, far), pricer.collective("send", pull_bytes, far)
+    part = (group.size - 1) / group.size if num_servers == group.size else 1.0  # a worker's share for its own server stays here
+    push_s, pull_s = (pricer.collective("send", int(size * part), far) for size in (push_bytes, pull_bytes))
     served_s = pricer.collective("push", push_bytes, group, num_servers) + pricer.collective("pull", pull_bytes, group, num_servers)
     wait_s = max(0.0, served_s + group.size * update_s - busy_s - push_s - update_s - pull_s)
     own = [("push", "dp", push_s), ("optimizer", "compute", update_s), ("pull", "dp", pull_s)]

@@ -98,7 +98,7 @@ def both(folder: str) -> list[dict[str, Any]]:
 def test_two_workers_replay_bit_for_bit_and_keep_the_bound(tmp_path):
     for name in ("free", "bounded", "lockstep"):
         (tmp_path / name).mkdir()
-    ranks = run_ranks(both, 2, str(tmp_path), timeout_s=200)
+    ranks = run_ranks(both, 2, str(tmp_path), timeout_s=250)
     free, bounded, lockstep = ([rank[i] for rank in ranks] for i in range(3))
     assert checked(free, 2, 8).servers == (1,)
     record = checked(bounded, 2, 8)
@@ -135,7 +135,7 @@ def in_turn(folder: str) -> dict[str, Any]:
 
 
 def test_taking_turns_bounds_staleness_by_the_other_workers_and_a_lost_worker_ends_all():
-    ranks = run_ranks(in_turn, 3, "", timeout_s=150)
+    ranks = run_ranks(in_turn, 3, "", timeout_s=250)
     for found in ranks:
         assert max(e.staleness for e in found["pushes"]) == 2
         assert [(e.worker, e.step) for e in found["pushes"]] == [(w, s) for s in range(4) for w in range(3)]

@@ -194,14 +194,14 @@ def fails(how: str) -> tuple[str, float]:
     graph = capture(model, batch)
     plan = manual_plan(graph, dp=3, sync="ps", servers=(2,))
     tensors = {**dict(model.named_parameters()), **graph.constants}
-    mesh = build_mesh(plan.axes, timeout_s=4)
+    mesh = build_mesh(plan.axes, timeout_s=8)
     executor = Executor(lower(plan, graph)[0], mesh, lambda name: tensors[name].detach())
     executor.step(batch)
     dist.barrier()
     if mesh.rank == 2:
         if how == "dead":
             return "", 0.0  # its process ends
-        time.sleep(12)
+        time.sleep(18)
     start_s = time.monotonic()
     try:
         executor.step(batch)
@@ -211,13 +211,13 @@ def fails(how: str) -> tuple[str, float]:
 
 
 def test_a_slow_server_is_named_on_every_rank():
-    texts = [text for text, _ in run_ranks(fails, 3, "slow", timeout_s=100)]
-    assert "push" in texts[0] and "to the server on rank 2 failed after 4" in texts[0]
-    assert texts[1] == texts[0] or "to the server on rank 2 failed after 4" in texts[1]
+    texts = [text for text, _ in run_ranks(fails, 3, "slow", timeout_s=250)]
+    assert "push" in texts[0] and "to the server on rank 2 failed after 8" in texts[0]
+    assert texts[1] == texts[0] or "to the server on rank 2 failed after 8" in texts[1]
     assert texts[2] in (texts[0], texts[1])
 
 
 def test_a_dead_server_is_named_on_every_rank_that_is_left():
-    (first, first_s), (second, second_s), _ = run_ranks(fails, 3, "dead", timeout_s=100)
+    (first, first_s), (second, second_s), _ = run_ranks(fails, 3, "dead", timeout_s=250)
     assert "to the server on rank 2 failed" in first and "to the server on rank 2 failed" in second
     assert max(first_s, second_s) < 30
