@@ -195,11 +195,12 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
 
 def _worker(plan: Plan, graph: Graph, rows: int, data_rank: int) -> tuple[Program, ...]:
     """The program of one asynchronous worker: its own rows of the batch as a batch of their own, with nobody on the data axis."""
-    dp, shares = plan.degree("dp"), row_shares(rows, plan.degree("dp"))
-    if shares[-1] == 0:
+    dp, shares = plan.degree("dp"), data_shares(plan, rows)
+    if min(shares) == 0:
         raise UsageError(f"a batch of {rows} rows does not reach {dp} workers: give at least {dp} rows, or plan with a smaller dp.")
     axes = tuple((axis, 1 if axis == "dp" else size) for axis, size in plan.axes)
-    alone = replace(plan, axes=axes, sync="allreduce", servers=(), staleness=None, global_batch=row_shares(plan.global_batch, dp)[0])
+    planned = data_shares(plan, plan.global_batch)[data_rank]
+    alone = replace(plan, axes=axes, sync="allreduce", servers=(), staleness=None, global_batch=planned, shares=())
     start = sum(shares[:data_rank])
     found = []
     for program in lower(alone, graph, shares[data_rank]):

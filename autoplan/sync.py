@@ -39,8 +39,9 @@ def check_sync(constraints: Constraints) -> None:
                     f"{axis}={getattr(fixed, axis)} with sync='async': copies of a parameter on that axis would be updated in different orders. "
                     f"Use {axis}=1, or sync='ps'"
                 )
-        if fixed.stage_layers is not None and len(fixed.stage_layers) > 1:
-            raise InfeasibleError("stage_layers with sync='async': a worker is one rank. Leave it out, or use sync='ps'")
+        for name in ("stage_layers", "placement"):
+            if getattr(fixed, name) is not None:
+                raise InfeasibleError(f"{name} with sync='async': a worker is one rank. Leave it out, or use sync='ps'")
 
 
 def allows_mesh(constraints: Constraints, pp: int, dp: int, tp: int) -> bool:

@@ -64,6 +64,8 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
         raise UsageError(f"--ranks must be at least 1, found {ranks}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides on the CPU, in the same arithmetic
     wanted = load_plan(path) if path is not None else None
+    if wanted is not None and not wanted.is_exact:
+        raise UsageError(f"{path} is asynchronous: its steps are not those of one process. What can be checked is a replay: autoplan.retrace")
     constraints, used = _constraints(wanted, ranks)
     with working(f"building {model}"):
         source = load(model, BatchSizes())
@@ -124,9 +126,8 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
         smaller = max(d for d in range(1, sizes[largest]) if sizes[largest] % d == 0)
         sizes[largest] = smaller
     schedule = wanted.schedule if sizes["pp"] > 1 else None
-    return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"], zero=wanted.zero if sizes["dp"] > 1 else None, schedule=schedule), math.prod(
-        sizes.values()
-    )
+    zero, sync = wanted.zero if sizes["dp"] > 1 else None, None if wanted.sync == "allreduce" else wanted.sync
+    return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"], zero=zero, schedule=schedule, sync=sync), math.prod(sizes.values())
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, global_norm: float) -> float:

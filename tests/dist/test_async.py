@@ -88,9 +88,29 @@ def checked(found: list[dict[str, Any]], workers: int, steps: int) -> Record:
     return record
 
 
+def loaded(folder: str) -> None:
+    """Save, load and save again: weights on the servers and their optimizers' state are the same."""
+    from runtime.checkpoint import Reader
+
+    model, plan = planned(2)
+    example = {key: torch.cat([batches(w, 0)[key] for w in range(2)]) for key in ("x", "labels")}
+    pm = autoplan.parallelize(model, example, plan=plan)
+    opt = pm.optimizer(torch.optim.AdamW, **OPTIONS)
+    pm.load(f"{folder}/middle", opt)
+    pm.save(f"{folder}/again", opt)
+    before, after = Reader(f"{folder}/middle"), Reader(f"{folder}/again")
+    assert before.tensors.keys() == after.tensors.keys() and any("exp_avg_sq" in name for name in before.tensors)
+    assert before.scalars == after.scalars and before.scalars
+    for name in before.tensors:
+        one, other = before.get(name), after.get(name)
+        assert one is not None and other is not None and torch.equal(one, other)
+    pm.finish()
+
+
 def both(folder: str) -> list[dict[str, Any]]:
     free = trained(2, 8, (0.0, 0.02), dict(servers=(1,)), f"{folder}/free")
     bounded = trained(2, 8, (0.0, 0.05), dict(staleness=1), f"{folder}/bounded")
+    loaded(f"{folder}/bounded")
     lockstep = trained(2, 6, (0.0, 0.02), dict(staleness=0, num_micro_batches=2), f"{folder}/lockstep")
     return [free, bounded, lockstep]
 

@@ -87,6 +87,7 @@ def test_a_served_program_parses_back():
         (dict(sync="ps", zero=1), "servers keep the optimizer's state"),
         (dict(sync="async", tp=2), "different orders"),
         (dict(sync="async", pp=2), "sync='ps'"),
+        (dict(sync="async", placement={"encoder": 1}), "one rank"),
         (dict(staleness=2), "leave staleness out"),
         (dict(servers=(0,)), "leave servers out"),
         (dict(sync="ps", dp=2, servers=(2,)), "0 to 1"),
