@@ -33,7 +33,6 @@ class ParameterServer:
         self._steps: list[float] = [0] * num_workers  # that each worker has pushed
         self._pulled = [0] * num_workers  # updates that its weights had
         self._changed = threading.Condition()
-        self._is_broken = False
 
     def push(self, worker: int, step: int, grads: Sequence[torch.Tensor] | None, rates: Sequence[float]) -> None:
         """Apply a worker's gradient; None: the step had none."""
@@ -58,8 +57,6 @@ class ParameterServer:
             while waits and not self._is_new_enough(step):
                 self._changed.wait(0.5)
                 check()
-                if self._is_broken:
-                    raise RuntimeError("the server has stopped")
             slowest = min(self._steps)
             ahead = 0 if math.isinf(slowest) else max(0, step - int(slowest))
             self.exchanges.append(Exchange("pull", worker, step, self.updates, 0, ahead))
@@ -81,14 +78,6 @@ class ParameterServer:
             while not math.isinf(min(self._steps)):
                 self._changed.wait(0.5)
                 check()
-                if self._is_broken:
-                    raise RuntimeError("the server has stopped")
-
-    def stop(self) -> None:
-        """Let nobody wait here any more."""
-        with self._changed:
-            self._is_broken = True
-            self._changed.notify_all()
 
     def take(self, weights: Sequence[torch.Tensor]) -> None:
         """Take other weights over: a checkpoint was loaded."""

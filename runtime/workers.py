@@ -243,9 +243,8 @@ class Worker:
                 if request == _FINISH:
                     return
         except StageError:
-            server.stop()
+            return  # told by the rank that failed; whoever waits for this server looks for it too
         except Exception as error:
-            server.stop()
             self.axis.guard.report(f"the server on rank {self.axis.rank} lost the worker on rank {peer} before pm.finish(): {type(error).__name__}: {error}")
 
 
