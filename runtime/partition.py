@@ -112,3 +112,19 @@ def buckets(tensors: Sequence[Tensor], pieces: Sequence[Piece], servers: Sequenc
                 own.append(Bucket(server, dtype, summed, tuple(next(rest) for _ in sizes), sum(sizes)))
         found.append(tuple(own))
     return tuple(found)
+
+
+def moves_of(program: Program, tensors: Sequence[Tensor], with_grads: frozenset[int], data_rank: int) -> Iterator[tuple[str, str, str, int]]:
+    """Pushes and pulls of a data rank in a step, and what it takes in and gives out if it serves: (kind, axis, phase, bytes).
+
+    What an asynchronous server does belongs to no step of its own worker.
+    """
+    servers, num_workers = servers_of(program), dict(program.axes).get("dp", 1)
+    pieces = tuple(piece for piece in partition(tensors, servers) if piece.tensor in with_grads)
+    for own in buckets(tensors, pieces, servers):
+        for bucket in own:
+            for role, served, phase in (("push", "push_in", "reduce"), ("pull", "pull_out", "update")):
+                if bucket.summed or role == "pull" or program.sync == "async":
+                    yield role, "dp", phase, bucket.num_bytes
+                    if bucket.server == data_rank and program.sync == "ps":
+                        yield served, "dp", phase, bucket.num_bytes * num_workers

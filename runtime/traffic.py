@@ -40,7 +40,7 @@ from runtime.call import dtype_of, num_bytes
 from runtime.collective import Part
 from runtime.flow import Flow, flow, groups, has_backward
 from runtime.instr import Instr, Ref, TensorSpec, uses
-from runtime.partition import Tensor, buckets, partition, servers_of
+from runtime.partition import Tensor, moves_of, servers_of
 from runtime.program import BlockCode, Body, Program, StageCode, Stored
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
@@ -398,20 +398,9 @@ def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Mov
 
 
 def _server_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
-    """Pushes and pulls of a worker, and what it takes in and gives out if it serves."""
-    servers, sizes = servers_of(program), dict(program.axes)
-    if not servers:
+    if not servers_of(program):
         return
+    sizes, with_grads = dict(program.axes), {id(s) for s in _grads(program)}
     trained = [s for stage in program.stages for s in stage.stored if s.kind == "parameter" and s.requires_grad]
-    with_grads = {id(s) for s in _grads(program)}
     tensors = tuple(Tensor(math.prod(local_shape(s, sizes)), s.at_rest, dtype_of(s.at_rest).itemsize, "dp" in s.partial) for s in trained)
-    pieces = tuple(piece for piece in partition(tensors, servers) if id(trained[piece.tensor]) in with_grads)
-    workers = sizes.get("dp", 1)
-    for own in buckets(tensors, pieces, servers):
-        for bucket in own:
-            is_here = bucket.server == coordinates.get("dp", 0)
-            for role, served, phase in (("push", "push_in", "reduce"), ("pull", "pull_out", "update")):
-                if bucket.summed or role == "pull" or program.sync == "async":
-                    yield role, "dp", phase, bucket.num_bytes
-                    if is_here and program.sync == "ps":  # what an asynchronous server does in a step is not its worker's step
-                        yield served, "dp", phase, bucket.num_bytes * workers
+    yield from moves_of(program, tensors, frozenset(i for i, s in enumerate(trained) if id(s) in with_grads), coordinates.get("dp", 0))

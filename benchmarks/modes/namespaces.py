@@ -107,7 +107,9 @@ def launch(names: list[str], cluster: Path, output: Path, timeout_s: float) -> l
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TP_SOCKET_IFNAME": "eth0"}
         words = [
             "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(names)), "--nproc-per-node", "1",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:{PORT}", "--rdzv-id", "hosts", "--local-addr", f"{SUBNET}.{i + 1}",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:{PORT}", "--rdzv-id", "hosts",
+            "--rdzv-conf", f"is_host={int(i == 0)}",  # a host's name does not resolve to its address in a namespace
+            "--local-addr", f"{SUBNET}.{i + 1}",
             __file__, "--worker", str(cluster), str(output),
         ]  # fmt: skip
         agents.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
