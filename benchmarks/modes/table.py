@@ -1,6 +1,6 @@
 """Every training mode on one problem: seconds, bytes and loss, and the convergence curves.
 
-    python benchmarks/modes/table.py [--ranks 4] [--batches 60] [--pause-ms 30] [--json results.json]
+    python benchmarks/modes/table.py [--ranks 4] [--batches 60] [--pause-ms 100] [--json results.json]
 
 The problem: an MLP learns a random teacher from `--batches` global batches of 64 rows, on gloo ranks of this machine, of which the last
 rests `--pause-ms` before every step of its own. All modes see the same number of rows. Asynchronous workers take 16 rows at a time
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batches", type=int, default=60)
-    parser.add_argument("--pause-ms", type=float, default=30.0)
+    parser.add_argument("--pause-ms", type=float, default=100.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
