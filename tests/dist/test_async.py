@@ -38,7 +38,7 @@ def trained(workers: int, steps: int, pauses: tuple[float, ...], values: dict[st
     model, plan = planned(workers, **values)
     example = {key: torch.cat([batches(w, 0)[key] for w in range(workers)]) for key in ("x", "labels")}
     pm = autoplan.parallelize(model, example, plan=plan)
-    with pytest.raises(autoplan.UnsupportedOpError, match="pm.optimizer"):
+    with pytest.raises(autoplan.UnsupportedOpError, match=r"pm\.optimizer"):
         torch.optim.SGD(pm.parameters(), lr=0.1).step()
     opt = pm.optimizer(torch.optim.AdamW, **OPTIONS)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5)
