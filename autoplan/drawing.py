@@ -12,17 +12,18 @@ Chunk = tuple[int, int, int, int]
 
 
 def drawing(
-    graph: Graph, value: Value, axes: Sequence[tuple[str, int]], layouts: Sequence[Layout], chunk: Callable[[Value, Split, int], Chunk]
+    graph: Graph, value: Value, axes: Sequence[tuple[str, int]], layouts: Sequence[Layout], chunk: Callable[[Value, Split, int], Chunk], nest: Sequence[int]
 ) -> tuple[tuple[str, Arg], ...]:
     """The arguments `axes`, `windows` and `rows` for `value`, which lies as `layouts[i]` on `axes[i]` = (name, degree).
 
-    `chunk(value, where, i)` is (dim, outer, size, inner) of what axis i divides, as the axes before it leave it. The
+    `chunk(value, where, i)` is (dim, outer, size, inner) of what axis i divides, as the axes before it in `nest` leave it. The
     rows of the batch are cut by "dp" even where that axis has one rank: in time, by micro-batches.
     """
     names: list[Arg] = []
     windows: list[Arg] = []
     rows: Arg = None
-    for number, ((name, degree), layout) in enumerate(zip(axes, layouts, strict=True)):
+    for number in nest:
+        (name, degree), layout = axes[number], layouts[number]
         if not isinstance(layout, Split):
             continue
         dim, outer, size, inner = chunk(value, layout, number)

@@ -19,7 +19,7 @@ from autoplan.graph import Loop, Op, Value
 from autoplan.layout import Split
 from autoplan.rules import DEFAULT, Registry, Signature, signature
 from autoplan.rules.registry import opaque
-from autoplan.rules.signature import OPAQUE, lengths
+from autoplan.rules.signature import OPAQUE, Pair, lengths
 from runtime.call import dtype_of
 
 Place = tuple[int, int]  # leaf and the product of the lengths to its right within the dimension or label
@@ -159,6 +159,9 @@ def _places(leaves: Sequence[int], sizes: Sequence[int]) -> list[Place]:
     return found[::-1]
 
 
+_Places = Mapping[tuple[str, int], list[Split]]  # (label, number of its factor) -> where it lies
+
+
 def _loops(
     item: _Signed, values: Mapping[str, Value], flat: Mapping[str, tuple[tuple[int, ...], ...]], leaves: Mapping[str, tuple[int, ...]], sizes: Sequence[int]
 ) -> Op:
@@ -195,12 +198,28 @@ def _loops(
             )
     # Sums of integers or truth values are completed where they are made: they count, and counts are read at once.
     linear = tuple(group for group in sign.linear if all(dtype_of(values[op.operands[i]].spec.dtype).is_floating_point for i in group))
-    return replace(op, loops=tuple(loops), linear_in=linear, proved=sign.proved)
+    paired = tuple(loop for pair in sign.pairs for loop in _paired(pair, seen, made, leaves))
+    return replace(op, loops=tuple(loops), linear_in=linear, proved=sign.proved, paired=paired)
+
+
+def _paired(pair: Pair, seen: Sequence[_Places], made: Sequence[_Places], leaves: Mapping[str, tuple[int, ...]]) -> list[Loop]:
+    """The pair for each factor of its first label; none where a second one is a product, or a place is not unique."""
+    if len(leaves[pair.second]) != 1 or (pair.is_same and leaves[pair.first] != leaves[pair.second]):
+        return []
+    found = []
+    for k, factor in enumerate(leaves[pair.first]):
+        reads = tuple(at.get((pair.second, 0) if i in pair.second_in else (pair.first, k)) for i, at in enumerate(seen))
+        writes = tuple(at.get((pair.first, k)) for at in made)
+        if any(where is not None and len(where) != 1 for where in (*reads, *writes)) or not all(writes) or not all(reads[i] for i in pair.second_in):
+            continue
+        places = (tuple(where[0] if where else None for where in side) for side in (reads, writes))
+        found.append(Loop(pair.name, factor, "inner", *places, pair.lowering))
+    return found
 
 
 def _lie(
     name: str, labels: tuple[tuple[str, ...], ...], flat: Mapping[str, tuple[tuple[int, ...], ...]], leaves: Mapping[str, tuple[int, ...]], sizes: Sequence[int]
-) -> dict[tuple[str, int], list[Split]]:
+) -> _Places:
     """Where leaf k of each label lies in the tensor `name`: (label, k) -> its places, empty where it is missing."""
     found: dict[tuple[str, int], list[Split]] = {}
     for d, dim in enumerate(labels):

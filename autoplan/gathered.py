@@ -35,7 +35,7 @@ def gathered_loops(graph: Graph, op: Op) -> tuple[Loop, ...]:
 
 def loop_of(graph: Graph, op: Op, label: str) -> Loop | None:
     """The loop of `op` that an option's label names; None for "whole" and for partial sums."""
-    found = next((loop for loop in op.loops if loop.label == label), None)
+    found = next((loop for loop in (*op.loops, *op.paired) if loop.label == label), None)
     if found is None and label != "whole" and not label.startswith("partial:"):
         found = next((loop for loop in gathered_loops(graph, op) if loop.label == label), None)
     return found

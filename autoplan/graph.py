@@ -104,6 +104,7 @@ class Op:
     saved_extra_bytes: int = 0  # kept besides (softmax statistics, dropout masks), whole
     random: bool = False
     proved: bool = True  # its loops were checked by the shard simulator (or the rule is a built-in, proved in tests)
+    paired: tuple[Loop, ...] = ()  # loops over two index sets at once, for axes that divide one factor everywhere (autoplan/contextaxis.py)
 
     @property
     def name(self) -> str:

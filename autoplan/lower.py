@@ -6,7 +6,8 @@ Every operator has an option on the data axis (autoplan/batchaxis.py) and on eac
 - **At rest.** A parameter rests split on a tensor axis if every use reads it so; otherwise whole. Where every use of a whole parameter
   is "vary", no collective is placed: its gradient stays a partial sum until the step's reduction (`Stored.partial`). On tensor axes
   that divide rows see autoplan/rowaxes.py.
-- **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step.
+- **Data axis.** Parameters lie "vary" there: gradients are partial sums, reduced once a step. The same on context and expert axes
+  (autoplan/contextaxis.py), whose ranks all read the data rank's rows and take their part of them.
 - **Edges.** What leaves a block is brought into the layout of the plan's boundary at its end (autoplan/edges.py), and travels so.
 - **Cuts.** A value made in one stage and read in later ones travels once to each rank that reads it, as it lies where it is made; of
   several stages on one rank the first receives it and hands it on.
@@ -23,11 +24,12 @@ from functools import cached_property
 
 from autoplan.arrange import arranged
 from autoplan.batchaxis import BatchAxis, batch_axis, step_ops, training_results
+from autoplan.contextaxis import DEFAULT_WAY, check_context, context_axis
 from autoplan.edges import edge_layouts
 from autoplan.errors import UsageError
 from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Option, options
-from autoplan.layout import VARY, WHOLE, Layout, Split
+from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from autoplan.peephole import fuse_bias
 from autoplan.plan import Plan, served_by
 from autoplan.precision import MASTER
@@ -214,6 +216,11 @@ def _context(plan: Plan, graph: Graph, outputs: bool) -> _Context:
     inputs = {name: WHOLE for name in graph.values if graph.values[name].kind != "activation"} | dict.fromkeys(batch.preamble_outputs, WHOLE)
     data_rest = {name: batch.layouts[name] for name in inputs}
     axes = [AxisAssignment("dp", plan.degree("dp"), batch.options, data_rest)]
+    for name in ("cp", "ep"):
+        if plan.degree(name) > 1:
+            divided = context_axis(graph, name, batch.preamble_outputs, plan.context or DEFAULT_WAY)
+            check_context(graph, name, plan.degree(name), divided, plan.context or None)
+            axes.append(AxisAssignment(name, plan.degree(name), divided.options, inputs, divided.factors))
     row_rest = {name: batch.layouts[name] if graph.values[name].kind == "parameter" else WHOLE for name in inputs}
     axes += [AxisAssignment(name, degree, batch.options, row_rest) for name, degree in row_axes(plan.axes)]
     features = feature_axes(plan.axes) or (("tp", 1),)
@@ -301,7 +308,7 @@ def _with_rest(context: _Context, needs: Mapping[str, tuple[tuple[Layout, ...], 
     axes = [context.axes[0]]
     for number, axis in enumerate(context.axes[1:], start=1):
         rest = dict(axis.rest)
-        for name, by_axis in needs.items() if ROLES[axis.name] == "features" else ():
+        for name, by_axis in needs.items() if ROLES.get(axis.name, "features") == "features" else ():
             reads = by_axis[number]
             if len(reads) == 1 and isinstance(reads[0], Split):
                 rest[name] = reads[0]
@@ -353,7 +360,7 @@ def _stage(context: _Context, number: int, needs: Mapping[str, object], rows: Ro
         emitter.read(name, emitter.produced(name))
     feeds = tuple(_feed(graph, name) for local, name in emitter.external.items() if graph.values[name].kind == "input")
     receives = tuple(_receives(context, emitter, number))
-    partial = () if loss is None or context.batch.layouts.get(graph.loss or "", WHOLE) == WHOLE else ("dp",)
+    partial = () if loss is None else _loss_axes(context)
     predictions = tuple(finals[name] for name in graph.outputs if name in finals)
     for value in graph.values.values():
         if number == 0 and value.kind in ("parameter", "buffer") and value.name not in needs and value.name not in emitter.stored:
@@ -374,12 +381,29 @@ def _finals(context: _Context, emitter: Emitter, number: int) -> tuple[dict[str,
         if context.stage_of_op.get(graph.producer.get(name, -1)) != number or name in finals:
             continue
         data = context.batch.layouts[name]
-        local = emitter.read(name, (data, *(WHOLE for _ in context.axes[1:])))
+        others = emitter.produced(name)[1:]
+        kept = [
+            PARTIAL if name == graph.loss and axis.factors is not None and at == PARTIAL else WHOLE for axis, at in zip(context.axes[1:], others, strict=True)
+        ]
+        local = emitter.read(name, (data, *kept))
         if name == graph.loss:
             loss = local
         else:
             finals[name] = local
     return finals, loss
+
+
+def _loss_axes(context: _Context) -> tuple[str, ...]:
+    """The axes over which the loss of a rank is a partial sum."""
+    loss = context.graph.loss
+    if loss is None:
+        return ()
+    found = ["dp"] if context.batch.layouts.get(loss, WHOLE) != WHOLE else []
+    index = context.graph.producer.get(loss)
+    for axis in context.axes[1:]:
+        if index is not None and axis.factors is not None and axis.options[index].writes[context.graph.ops[index].outputs.index(loss)] == PARTIAL:
+            found.append(axis.name)
+    return tuple(found)
 
 
 def _leaving(context: _Context, number: int) -> tuple[str, ...]:
@@ -443,7 +467,7 @@ def _stored(context: _Context, emitter: Emitter, local: str) -> Stored:
     name, layouts = emitter.stored[local]
     value = context.graph.values[name]
     chunks: list[Chunk] = []
-    for number in emitter.order(value):
+    for number in emitter.nest(value, layouts):
         axis, layout = context.axes[number], layouts[number]
         if isinstance(layout, Split) and axis.degree > 1 and axis.name != "dp":
             chunks.append(Chunk(axis.name, *emitter.chunk(value, layout, number, layouts)))

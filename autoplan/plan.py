@@ -70,7 +70,9 @@ class Alternative:
 class Plan:
     """A complete decision for one model on one cluster at one global batch.
 
-    `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("tp", 2)); on unequal devices "dp" may be outermost. `shares` are the rows of
+    `axes` is the mesh, outermost first: (("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2)); on unequal devices "dp" may be outermost; "cp" and
+    "ep" are there where they are more than 1. `context` is how attention exchanges over a sequence that "cp" divides
+    (autoplan/contextaxis.py), "" without. `shares` are the rows of
     the global batch that each data rank takes; () where they are equal. `micro_batch_size` is that of the largest share. `space` lists every axis that was
     searched with its values. `placement`, where modules were pinned, says which stage every operator is on: (first operator of a run
     in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
@@ -106,6 +108,7 @@ class Plan:
     staleness: int | None = None
     shares: tuple[int, ...] = ()
     version: int = PLAN_VERSION
+    context: str = ""
 
     def degree(self, axis: str) -> int:
         """Ranks along an axis; "tp": along all tensor axes together."""

@@ -6,8 +6,9 @@ operand it finds or makes the variant that the operator reads (autoplan/layout.p
 for local shapes, and swaps in the runtime function where the divided loop asks for one. A variant is made once and shared.
 
 Local size of factor f in a value: on an axis that splits it, size/p (the data axis: the rows of the micro-batch);
-elsewhere its size (the batch factor: all rows of the step). Several axes may divide one factor, the first of them outermost;
-of a parameter those from which it is gathered come last, so that what is gathered is what the others leave.
+elsewhere its size (the batch factor: all rows of the step). Several axes may divide one factor, the first of them outermost; of a
+parameter those from which it is gathered come last, so that what is gathered is what the others leave. A context axis
+(autoplan/contextaxis.py) divides factors that are not its own, the heads of attention, inside of the others.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ Layouts = tuple[Layout, ...]  # one for each axis of the assignment, in order
 @dataclass(frozen=True)
 class AxisAssignment:
     """How every operator runs on one axis. `options[i]` belongs to op i; `rest` to parameters, inputs, buffers, constants
-    and values that were made beforehand."""
+    and values that were made beforehand. `factors` are those that a context axis divides everywhere (None: another axis)."""
 
     name: str
     degree: int
     options: Sequence[Option]
     rest: Mapping[str, Layout]
+    factors: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,22 @@ class Emitter:
         if size % axis.degree:
             raise UsageError(
                 f"{value.name} has {size} entries left of a dimension that {axis.degree} ranks of the axis {axis.name!r} divide: "
-                f"use a multiple of {axis.degree}, or plan with another tensor scheme."
+                f"use a multiple of {axis.degree}, or plan with another degree or tensor scheme."
             )
         return size // axis.degree
 
-    def order(self, value: Value) -> tuple[int, ...]:
+    def order(self, value: Value, where: Split) -> tuple[int, ...]:
         """The axes by how they nest where they divide one factor of a value, outermost first."""
-        numbers = range(len(self.axes))
-        if value.kind != "parameter":
-            return tuple(numbers)
-        return tuple(sorted(numbers, key=lambda n: ROLES.get(self.axes[n].name) == "gathered"))
+        return tuple(sorted(range(len(self.axes)), key=lambda n: self._is_inner(n, value, where)))
+
+    def nest(self, value: Value, layouts: Layouts) -> tuple[int, ...]:
+        """All axes, so that of those that divide one factor the outermost comes first."""
+        return tuple(sorted(range(len(self.axes)), key=lambda n: isinstance(at := layouts[n], Split) and self._is_inner(n, value, at)))
+
+    def _is_inner(self, number: int, value: Value, where: Split) -> bool:
+        axis = self.axes[number]
+        is_guest = axis.factors is not None and value.dims[where.dim][where.factor] not in axis.factors
+        return is_guest or (value.kind == "parameter" and ROLES.get(axis.name) == "gathered")
 
     def produced(self, name: str) -> Layouts:
         """How a value lies on each axis where it is made or kept, or where it was settled."""
@@ -186,10 +194,9 @@ class Emitter:
             extra.append(("count", self._statistics_count(op)))
         if op.random and instr.target.startswith("runtime."):
             layouts = writes[op.outputs[0]]
-            axes = [(axis.name, axis.degree) for axis in self.axes]
-            extra += drawing(
-                self.graph, self.graph.values[op.outputs[0]], axes, layouts, lambda value, where, number: self.chunk(value, where, number, layouts)
-            )
+            value, axes = self.graph.values[op.outputs[0]], [(axis.name, axis.degree) for axis in self.axes]
+            nest = self.nest(value, layouts)
+            extra += drawing(self.graph, value, axes, layouts, lambda value, where, number: self.chunk(value, where, number, layouts), nest)
         if instr.target == "runtime.scale_by_count":
             return replace(instr, args=(instr.args[0], self._rescaled(op, instr.args[1])))
         return replace(instr, target=target or instr.target, kwargs=(*instr.kwargs, *extra))
@@ -241,7 +248,7 @@ class Emitter:
         return self._converted(value, self._base(value, have), have, need)
 
     def _converted(self, value: Value, local: str, have: Layouts, need: Layouts) -> str:
-        for number, dst in route(have, need, self.order(value)):
+        for number, dst in route(have, need, lambda where: self.order(value, where)):
             src, have = have[number], (*have[:number], dst, *have[number + 1 :])
             if (value.name, have) not in self.made:
                 moves = self._moves(self.axes[number], src, dst)
@@ -255,7 +262,7 @@ class Emitter:
 
     def _portion(self, axis: AxisAssignment) -> float:
         """A rank's part of a sum to which all add equally."""
-        return self.rows.share if axis.name == "dp" or axis.name not in ROLES else 1 / axis.degree
+        return self.rows.share if axis.factors is None and (axis.name == "dp" or axis.name not in ROLES) else 1 / axis.degree
 
     def _base(self, value: Value, have: Layouts) -> str:
         key = (value.name, have)
@@ -270,7 +277,8 @@ class Emitter:
 
     def _at_rest(self, value: Value, have: Layouts, need: Layouts) -> str:
         """A constant is kept in the form in which it is read; only the rows of the batch are cut at run time."""
-        cut_later = [a.name == "dp" or ROLES.get(a.name, "features") != "features" for a in self.axes]
+        batch = frozenset() if self.graph.batch_factor is None else frozenset({self.graph.batch_factor})
+        cut_later = [a.name == "dp" or a.factors == batch or ROLES.get(a.name, "features") != "features" for a in self.axes]
         kept = tuple(h if later or n == PARTIAL else n for later, h, n in zip(cut_later, have, need, strict=True))
         key = (value.name, kept)
         if key not in self.made:
@@ -328,8 +336,8 @@ class Emitter:
 
     def chunk(self, value: Value, where: Split, number: int, layouts: Layouts) -> tuple[int, int, int, int]:
         """Like the chunk of a conversion, for a tensor at rest: axes outside of `number` have cut already."""
-        order = self.order(value)
-        outer = order[: order.index(number)]
+        nest = self.order(value, where)
+        outer = nest[: nest.index(number)]
         before: Layouts = tuple(layout if i in outer else WHOLE for i, layout in enumerate(layouts))
         return self._chunk(value, where, before, number)
 

@@ -18,6 +18,7 @@ Instruction outputs hold *local* specs; the bytes of a collective are those of t
     split_layer_norm                 2 all_reduces of a row statistic; backward 1 of two.  split_rms_norm: 1 and 1 of one
     gathered_linear                  all_gather of each divided operand; backward again where the other one needs a gradient,
                                      reduce_scatter where it needs one; all of them in panels (runtime/sharded/gathered.py)
+    attention over a divided sequence, experts on several ranks: runtime/context_traffic.py
 
 FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of those with gradients, m micro-batches:
 
@@ -38,6 +39,7 @@ from dataclasses import dataclass, replace
 
 from runtime.call import dtype_of, num_bytes
 from runtime.collective import Part
+from runtime.context_traffic import NAMES, exchanges
 from runtime.flow import Flow, flow, groups, has_backward
 from runtime.instr import Instr, Ref, TensorSpec, uses
 from runtime.partition import Tensor, moves_of, servers_of
@@ -145,6 +147,8 @@ def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[s
     name = instr.target.removeprefix("runtime.")
     if name in _NORMS:
         return (Use("all_reduce", axes[0], _row_bytes(instr, specs)),) * _NORMS[name]
+    if name in NAMES:
+        return tuple(Use(kind, axes[0], size) for kind, size in exchanges(instr, specs, sizes[axes[0]], is_backward=False))
     if name == "vocab_cross_entropy":
         return _vocabulary_uses(instr, specs, axes[0])
     if name == "sync_batch_norm":
@@ -182,6 +186,8 @@ def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[
     name = instr.target.removeprefix("runtime.")
     if name in _NORMS:
         return (Use("all_reduce", axes[0], _row_bytes(instr, specs) * _NORMS[name]),) if uses(instr)[0] in needs else ()
+    if name in NAMES:
+        return tuple(Use(kind, axes[0], size) for kind, size in exchanges(instr, specs, sizes[axes[0]], is_backward=True))
     if name == "sync_batch_norm":
         return tuple(Use("all_reduce", axis, _channel_bytes(instr, specs)) for axis in axes for _ in range(2))
     if instr.target in WINDOWED:

@@ -30,12 +30,21 @@ def even_stages(graph: Graph, num_stages: int) -> tuple[StagePlan, ...]:
     return tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, n) for n, (a, b) in enumerate(pairwise(cuts)))
 
 
+def _axes(pp: int, dp: int, cp: int, ep: int, tensor: tuple[tuple[str, int], ...], order: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    more = tuple((name, size) for name, size in (("cp", cp), ("ep", ep)) if size > 1)
+    axes = (("pp", pp), ("dp", dp), *more, *tensor)
+    return tuple(sorted(axes, key=lambda axis: order.index(axis[0]))) if order else axes
+
+
 def manual_plan(
     graph: Graph,
     *,
     dp: int = 1,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    context: str = "",
     zero: int = 0,
     num_micro_batches: int = 1,
     schedule: str = "1f1b",
@@ -63,7 +72,8 @@ def manual_plan(
         global_batch=graph.batch_size,
         micro_batch_size=max(1, (max(shares) if shares else graph.batch_size // dp) // num_micro_batches),
         num_micro_batches=num_micro_batches,
-        axes=tuple(sorted((("pp", pp), ("dp", dp), *(tensor or (("tp", tp),))), key=lambda axis: order.index(axis[0]) if order else 0)),
+        axes=_axes(pp, dp, cp, ep, tensor or (("tp", tp),), order),
+        context=context,
         zero=zero,
         zero_group=None,
         schedule=schedule,

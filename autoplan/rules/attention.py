@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from autoplan.rules.signature import Call, Dim, Signature, aligned
+from autoplan.rules.signature import Call, Dim, Pair, Signature, aligned
+
+RINGS = (
+    Pair("ring", "s", "t", (1, 2), "runtime.ring_attention", is_same=True),
+    Pair("self", "s", "t", (1, 2), "runtime.self_attention_ring", is_same=True),
+)
 
 
 def attention(call: Call) -> Signature | None:
     """q[..., h, s, e], k[..., hk, t, e], v[..., hk, t, d], mask[..., s, t] -> [..., h, s, d].
 
-    Queries map unless the mask is causal by position. Keys and the contracted head dimension stay whole.
+    Queries map unless the mask is causal by position. Keys and the contracted head dimension stay whole, or are divided together with
+    the queries of the same positions: blocks of keys then travel a ring.
     """
     if call.target.startswith("aten.") and call.get("dropout_p", 0.0):
         return None  # draws from the global generator: another sequence of numbers on each shard
@@ -36,7 +42,8 @@ def attention(call: Call) -> Signature | None:
     dropped = bool(call.get("dropout_p", 0.0))  # one mask over (s, t) for all features of v: ranks that divide d would draw others
     whole = frozenset({"t", "e", *(("s",) if call.get("is_causal", False) else ()), *(("d",) if dropped else ())})
     sizes = {"g": k[-3], "r": q[-3] // k[-3]} if grouped else {}
-    return Signature(tuple(reads), (write,), whole=whole, linear=() if dropped else ((2,),), sizes=sizes)
+    pairs = RINGS if q[:-3] == k[:-3] == v[:-3] and q[-2] == k[-2] == v[-2] and (grouped or q[-3] == k[-3]) else ()
+    return Signature(tuple(reads), (write,), whole=whole, linear=() if dropped else ((2,),), sizes=sizes, pairs=pairs)
 
 
 RULES = {"aten.scaled_dot_product_attention": attention, "runtime.attention": attention}

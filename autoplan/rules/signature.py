@@ -42,6 +42,22 @@ class Inner:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two labels that one axis divides at once, in a function of the runtime that exchanges what is missing.
+
+    Operands in `second_in` are divided along `second`, the others and the outputs along `first`. `is_same`: only where both are one
+    index set, as the positions of queries and keys in self-attention.
+    """
+
+    name: str
+    first: str
+    second: str
+    second_in: tuple[int, ...]
+    lowering: str
+    is_same: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """Labels of each dimension of each operand (in `runtime.instr.uses` order) and output; see the module's text.
 
@@ -57,6 +73,7 @@ class Signature:
     sizes: Mapping[str, int] = field(default_factory=dict)
     inner: Mapping[str, Inner] = field(default_factory=dict)
     proved: bool = True
+    pairs: tuple[Pair, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
