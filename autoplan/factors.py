@@ -212,8 +212,8 @@ def _paired(pair: Pair, seen: Sequence[_Places], made: Sequence[_Places], leaves
         writes = tuple(at.get((pair.first, k)) for at in made)
         if any(where is not None and len(where) != 1 for where in (*reads, *writes)) or not all(writes) or not all(reads[i] for i in pair.second_in):
             continue
-        places = (tuple(where[0] if where else None for where in side) for side in (reads, writes))
-        found.append(Loop(pair.name, factor, "inner", *places, pair.lowering))
+        read, written = (tuple(where[0] if where else None for where in side) for side in (reads, writes))
+        found.append(Loop(pair.name, factor, "inner", read, written, pair.lowering))
     return found
 
 
