@@ -85,7 +85,7 @@ class BlockPricer:
             for index in indices:
                 op = graph.ops[index]
                 operands, outputs = self.local.operands(index), op.outputs
-                allowed = _options(graph, op, operands, self.local.degree, self.forbidden, self.scheme)
+                allowed = _options(self.local.divisible, op, operands, self.local.degree, self.forbidden, self.scheme)
                 choices = tuple(_choice(self.local, index, option, roots, self.group, saved_bytes) for option in allowed)
                 found.append(Item(op.name, operands, outputs, choices))
             self._items[indices] = (tuple(_without_repeated_work(found)), saved_bytes)
@@ -196,7 +196,7 @@ def _collective_kind(kind: str) -> CollectiveKind:
 
 
 def _weight(local: LocalGraph, name: str, rest: Layout | None, group: RankGroup) -> Weight:
-    value, parts = local.graph.values[name], weight_parts(local, name)
+    value, parts = local.graph.values[name], weight_parts(local, name) * local.parameter_parts(name)
     shape = value.spec.shape
     num_bytes = bytes_of(shape, value.spec.dtype) // parts
     deferred_s = _deferred_s(local, bytes_of(shape, local.graph.at_rest(name)) // parts, group) if value.requires_grad else 0.0

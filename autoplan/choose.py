@@ -17,7 +17,7 @@ from autoplan.blockprices import BlockPricer
 from autoplan.graph import Block, Graph
 from autoplan.ilp import Relaxed, Solution, relax, solve, solve_near
 from autoplan.layout import WHOLE, Layout, Split
-from autoplan.price import LocalGraph, Pricer, axis_group
+from autoplan.price import Context, LocalGraph, Pricer, axis_group
 from autoplan.problem import BlockPoint, BlockProblem, Budget, Price
 from autoplan.schemes import Axes, feature_axes, row_unit
 
@@ -221,10 +221,11 @@ class Chooser:
         steady: Price,
         clock: Clock = lambda: None,
         scheme: str = "1d",
+        contexts: tuple[Context, ...] = (),
     ) -> None:
         self.outline = outline
         ((feature_axis, degree),) = feature_axes(grid)
-        self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows // row_unit(grid), degree, pricer, grid)
+        self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows // row_unit(grid), degree, pricer, grid, contexts)
         self.prices = BlockPricer(self.local, axis_group(grid, feature_axis), forbidden, scheme)
         self._problems: dict[tuple, BlockProblem] = {}
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}

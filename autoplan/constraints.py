@@ -20,8 +20,6 @@ _COUNTS = ("dp", "tp", "pp", "cp", "ep", "zero_group", "micro_batch_size", "num_
 
 # What a field may say today; everything else is refused with the reason, never ignored.
 _SUPPORTED: Mapping[str, tuple[tuple, str]] = {
-    "cp": ((1,), "context parallelism is not searched yet; sequences are split by tp (sequence_parallel)"),
-    "ep": ((1,), "expert parallelism is not searched yet; experts are split by tp"),
     "tensor": (("1d", "1.5d", "2d", "2.5d"), "a cube of ranks is not searched yet"),
     "schedule": (("gpipe", "1f1b"), "only gpipe and 1f1b are searched"),
     "num_chunks": ((1,), "a rank holds one stage in gpipe and 1f1b"),
@@ -122,14 +120,14 @@ def check_supported(constraints: Constraints) -> None:
 
 def check_degrees(constraints: Constraints, world_size: int, batch: int | None) -> None:
     """Raises InfeasibleError where fixed degrees cannot multiply to `world_size` or do not divide the global batch."""
-    fixed = {name: getattr(constraints, name) for name in ("pp", "dp", "tp") if getattr(constraints, name) is not None}
+    fixed = {name: getattr(constraints, name) for name in ("pp", "dp", "cp", "ep", "tp") if getattr(constraints, name) is not None}
     if constraints.stage_layers is not None:
         fixed["pp"] = len(constraints.stage_layers)
     product = 1
     for degree in fixed.values():
         product *= degree
     asked = " x ".join(f"{name}={degree}" for name, degree in fixed.items())
-    if len(fixed) == 3 and product != world_size:
+    if {"pp", "dp", "tp"} <= fixed.keys() and product != world_size:
         raise InfeasibleError(
             f"constraints {asked} multiply to {product}, but the cluster has {world_size} devices: leave one degree out, or make the product {world_size}"
         )

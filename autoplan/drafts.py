@@ -119,14 +119,14 @@ def slowest_kind(searchers: dict[Kind, Searcher]) -> Kind:
 def _priced(shape: Shape, storing: Storing, searchers: dict[Kind, Searcher], reference: Searcher) -> dict[Kind, _Kind] | None:
     """The blocks of every kind, under the boundary that is best on the slowest; None where there is none."""
     found: dict[Kind, _Kind] = {}
-    boundaries = reference._bounds_of(shape.tp)
+    boundaries = reference._bounds_of(shape)
     chosen = {b: reference._chooser(shape).choose(b, reference._price(shape)) for b in boundaries}
     possible = [b for b in boundaries if chosen[b] is not None]
     if not possible:
         return None
 
     def works(searcher: Searcher, rows: int, boundary: Boundary) -> Work | None:
-        chooser = searcher._chooser_of(rows, shape.tp)
+        chooser = searcher._chooser(replace(shape, rows=rows))
         picked = chooser.choose(boundary, searcher._price(shape))
         return None if picked is None else Work(searcher.outline, chooser.local, picked, storing.recompute, shape.axes)
 

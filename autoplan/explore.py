@@ -48,8 +48,9 @@ from autoplan.outcome import Outcome, Result
 from autoplan.price import LocalGraph, Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Step, by_rank, durations, held, least_step, received_bytes, stage_memory, step_seconds
-from autoplan.schemes import Axes, degree_of, feature_axes, row_unit, scheme_of
-from autoplan.space import Shape, Space, Storing, space, storings
+from autoplan.schemes import Axes, feature_axes, row_unit, scheme_of
+from autoplan.searchcontexts import SearchedContexts
+from autoplan.space import Inside, Shape, Space, Storing, space, storings
 from autoplan.squeeze import Place
 from autoplan.stagework import Work
 from autoplan.sync import check_sync, is_served, num_servers
@@ -90,7 +91,7 @@ class Searcher:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.outline = Outline(task.graph)
-        self.pricer = Pricer(task.prices, precision_left(task.graph, task.precision))
+        self.pricer = Pricer(task.prices, precision_left(task.graph, task.precision), overlap=self.overlap)
         self.batch = task.graph.batch_size or 1
         self.width = widths(task.precision, task.optimizer, _parameter_width(task.graph))
         self.limit_bytes = min(task.prices.memory_limit_bytes(rank) for rank in _distinct_ranks(task.cluster))
@@ -98,14 +99,15 @@ class Searcher:
             self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
         self._deadline_s: float | None = None
         self._gathers: dict[tuple[int, Axes], float] = {}
-        self._choosers: dict[tuple[int, Axes], Chooser] = {}
-        self._boundaries: dict[Axes, tuple[Boundary, ...]] = {}
+        self._choosers: dict[Inside, Chooser] = {}
+        self._boundaries: dict[tuple[Axes, int], tuple[Boundary, ...]] = {}
+        self.contexts = SearchedContexts(task.graph, self.outline.batch.preamble_outputs)
         low, high = (task.prices.optimizer_s(n, task.optimizer, float(self.width.total)) for n in (2**23, 2**24))
         self._optimizer_s = max(0.0, high - low) / 2**23  # per element
         smallest = min((itemsize(v.spec.dtype) for v in task.graph.parameters()), default=4)
         self._bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self._optimizer_s, self.limit_bytes)
-        self._solutions: dict[tuple[int, Axes, Boundary], Mapping[str, Least] | None] = {}
-        self._leasts: dict[tuple[int, Axes], Mapping[str, Least]] = {}
+        self._solutions: dict[tuple[Inside, Boundary], Mapping[str, Least] | None] = {}
+        self._leasts: dict[Inside, Mapping[str, Least]] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
     def run(self) -> Outcome:
@@ -161,7 +163,7 @@ class Searcher:
         """Work out the shapes that need least memory, where nothing fits, to say what is missing."""
 
         def need_bytes(shape: Shape) -> int:
-            blocks = self._least(shape.rows, shape.tensor)
+            blocks = self._least(shape)
             return min(self._bounds.memory_bytes(blocks, self.step(shape, s), s.recompute) for s in self._storings(shape))
 
         for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))[:_NUM_MESHES]:
@@ -197,12 +199,14 @@ class Searcher:
         check_scheme(task.constraints, world, self.batch, task.graph, self.outline.batch.body)
         if task.constraints.tp is not None and task.constraints.tensor in (None, "1d", "1.5d"):
             self._check_tensor(task.constraints.tp)
-        found = space(world, self.batch, len(self.outline.blocks), task.constraints, can_micro_batch=self.outline.batch.blocker is None)
+        contexts = self.contexts.of(task.constraints, world)
+        found = space(world, self.batch, len(self.outline.blocks), task.constraints, can_micro_batch=self.outline.batch.blocker is None, contexts=contexts)
         shapes = tuple(shape for shape in found.shapes if shape.tp == 1 or self._takes(shape))
         if not shapes:
             raise InfeasibleError(self._no_shape())
         degrees = tuple(sorted({shape.tp for shape in shapes}))
-        boundaries = tuple(sorted({self._named(b) for grid in dict.fromkeys(shape.tensor for shape in shapes) for b in self._bounds_of(grid)}))
+        tried = {(shape.tensor, shape.cp): shape for shape in shapes}.values()
+        boundaries = tuple(sorted({self._named(b) for shape in tried for b in self._bounds_of(shape)}))
         return Space(shapes, found.storings, {**found.axes, "tp": degrees, "boundary": boundaries, "operators": ("every loop that divides",)})
 
     def _named(self, boundary: Boundary) -> str:
@@ -222,7 +226,7 @@ class Searcher:
         text = f"no mesh of {world} devices for a global batch of {self.batch} rows and {len(self.outline.blocks)} blocks satisfies the constraints {asked}"
         if self.outline.batch.blocker is not None and task.constraints.micro_batch_size is not None:
             return f"{text}: the batch cannot be cut into micro-batches, because {self.outline.batch.blocker}"
-        return f"{text}: pp must be at most the number of blocks, dp must divide the batch and pp x dp x tp must be {world}"
+        return f"{text}: pp must be at most the number of blocks, dp x ep must divide the batch and pp x dp x cp x ep x tp must be {world}"
 
     def _splits(self, degree: int) -> bool:
         graph = self.task.graph
@@ -249,7 +253,7 @@ class Searcher:
         through_s = self._gathers_s(shape.rows, shape.grid)
         if self.task.prices.source == "analytic":
             peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
-            through_s += self._flops * shape.rows / self.batch / shape.tp / peak if peak else 0.0
+            through_s += self._flops * shape.rows / self.batch / (shape.tp * shape.cp * shape.ep) / peak if peak else 0.0
         return ramp(through_s, shape.pp, shape.num_micro_batches) if self.task.stages is None else through_s * shape.num_micro_batches / shape.pp
 
     def _gathers_s(self, rows: int, grid: Axes) -> float:
@@ -264,17 +268,17 @@ class Searcher:
         return self._gathers[rows, grid]
 
     def _operator_bound(self, shape: Shape) -> float:
-        return self._bound(shape, self._least(shape.rows, shape.tensor))
+        return self._bound(shape, self._least(shape))
 
     def _program_bound(self, shape: Shape) -> float:
-        found = (self._solved(shape.rows, shape.tensor, boundary) for boundary in self._bounds_of(shape.tensor))
+        found = (self._solved(shape, boundary) for boundary in self._bounds_of(shape))
         return min((self._bound(shape, blocks) for blocks in found if blocks is not None), default=float("inf"))
 
-    def _solved(self, rows: int, grid: Axes, boundary: Boundary) -> Mapping[str, Least] | None:
+    def _solved(self, shape: Shape, boundary: Boundary) -> Mapping[str, Least] | None:
         """The least of every pattern, with communication; None where the boundary cannot be had."""
-        key = (rows, grid, boundary)
+        key = (shape.inside, boundary)
         if key not in self._solutions:
-            seconds, blocks = self._chooser_of(rows, grid).least_s(boundary), self._least(rows, grid)
+            seconds, blocks = self._chooser(shape).least_s(boundary), self._least(shape)
             self._solutions[key] = None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}
         return self._solutions[key]
 
@@ -287,10 +291,10 @@ class Searcher:
             return shape.num_micro_batches * sum(b.count * b.seconds for b in blocks.values()) / shape.pp
         return self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute)
 
-    def _least(self, rows: int, grid: Axes) -> Mapping[str, Least]:
-        if (rows, grid) not in self._leasts:
-            self._leasts[rows, grid] = least_blocks(self._chooser_of(rows, grid), self._bounds_of(grid))
-        return self._leasts[rows, grid]
+    def _least(self, shape: Shape) -> Mapping[str, Least]:
+        if shape.inside not in self._leasts:
+            self._leasts[shape.inside] = least_blocks(self._chooser(shape), self._bounds_of(shape))
+        return self._leasts[shape.inside]
 
     @property
     def overlap(self) -> bool:
@@ -318,27 +322,31 @@ class Searcher:
         return Price(shape.num_micro_batches, seconds)
 
     def _chooser(self, shape: Shape) -> Chooser:
-        return self._chooser_of(shape.rows, shape.tensor)
-
-    def _chooser_of(self, rows: int, grid: Axes) -> Chooser:
-        key = (rows, grid)
-        if key not in self._choosers:
+        if shape.inside not in self._choosers:
             forbidden: frozenset[int] = frozenset()
-            scheme = scheme_of(grid)
+            scheme = scheme_of(shape.tensor)
             if self.task.constraints.sequence_parallel is False and scheme == "1d":
-                forbidden = frozenset(b.factor for b in self.outline.boundaries(degree_of(grid, "tp"), None) if b.factor is not None)
+                forbidden = frozenset(b.factor for b in self.outline.boundaries(shape.tp, None) if b.factor is not None)
+            if shape.ep > 1:
+                forbidden |= self.contexts.expert_factors
             scheme = "1.5d" if self.task.constraints.tensor == "1.5d" else scheme
-            steady = Price(max(1, self.batch // rows), self._optimizer_s / _parameter_width(self.task.graph))
-            self._choosers[key] = Chooser(self.outline, rows, grid, self.pricer, forbidden, steady, self._left_s, scheme)
-        return self._choosers[key]
+            steady = Price(max(1, self.batch // shape.rows), self._optimizer_s / _parameter_width(self.task.graph))
+            self._choosers[shape.inside] = Chooser(
+                self.outline, shape.rows, shape.tensor, self.pricer, forbidden, steady, self._left_s, scheme, self.contexts.local(shape)
+            )
+        return self._choosers[shape.inside]
 
-    def _bounds_of(self, grid: Axes) -> tuple[Boundary, ...]:
-        if grid not in self._boundaries:
+    def _bounds_of(self, shape: Shape) -> tuple[Boundary, ...]:
+        """The boundaries that are tried on the shape's tensor axes, inside of what "cp" leaves of a sequence."""
+        key = (shape.tensor, shape.cp)
+        if key not in self._boundaries:
             asked = self.task.constraints
-            ((_, degree),) = feature_axes(grid)
+            ((_, degree),) = feature_axes(shape.tensor)
             whole = False if asked.tensor == "1.5d" else asked.sequence_parallel
-            self._boundaries[grid] = self.outline.boundaries(degree, whole) if scheme_of(grid) == "1d" else self.outline.feature_boundaries(degree)
-        return self._boundaries[grid]
+            found = self.outline.boundaries(degree, whole) if scheme_of(shape.tensor) == "1d" else self.outline.feature_boundaries(degree)
+            self._boundaries[key] = tuple(b for b in found if b.factor is None or self.contexts.leaves(b.factor, shape))
+        return self._boundaries[key]
+
 
     # -- working out ------------------------------------------------------------------------------------------------------
 
@@ -359,8 +367,8 @@ class Searcher:
         `is_squeezed`: what does not fit is made to."""
         chooser, price = self._chooser(shape), self._price(shape)
         places: list[tuple[float, tuple, Storing, Boundary, Mapping[str, Least]]] = []
-        for number, boundary in enumerate(self._bounds_of(shape.tensor)):
-            blocks = self._solved(shape.rows, shape.tensor, boundary)
+        for number, boundary in enumerate(self._bounds_of(shape)):
+            blocks = self._solved(shape, boundary)
             if blocks is not None:
                 for s in self._storings(shape):
                     places.append((self._least_step_s(blocks, shape, s), (s.recompute != "none", s.zero, number), s, boundary, blocks))

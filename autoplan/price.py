@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 from autoplan.errors import AutoplanError
 from autoplan.gathered import loop_of
@@ -89,10 +91,11 @@ def axis_group(axes: tuple[tuple[str, int], ...], axis: str, rank: int = 0) -> R
 class Pricer:
     """Asks `prices` each question once, for the device of global rank `device`."""
 
-    def __init__(self, prices: Prices, precision: str | None, device: int = 0) -> None:
+    def __init__(self, prices: Prices, precision: str | None, device: int = 0, *, overlap: bool = False) -> None:
         self.prices = prices
         self.precision = precision
         self.device = device
+        self.overlap = overlap  # transfers run beside compute
         self._ops: dict[OpKey, OpTime] = {}
         self._collectives: dict[Collective, float] = {}
 
@@ -117,9 +120,22 @@ class Pricer:
         return found
 
 
+class Context(Protocol):
+    """A context or expert axis (autoplan/localcontext.py)."""
+
+    @property
+    def degree(self) -> int: ...
+    @property
+    def at_rest(self) -> frozenset[str]: ...
+    def option(self, index: int) -> Option: ...
+    def layout(self, name: str) -> Layout: ...
+    def dense(self, index: int, shapes: tuple[Shape, ...], results: tuple[Shape, ...]) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]: ...
+    def factor_sizes(self, sizes: tuple[int, ...]) -> tuple[int, ...]: ...
+
+
 class LocalGraph:
     """A graph seen by one rank: `rows` of the global batch on the data axis, `degree` ranks on the tensor axis. `grid`: all tensor axes, where
-    others divide rows too (`rows` are those of one rank)."""
+    others divide rows too (`rows` are those of one rank). `contexts`: what they leave of the rest."""
 
     def __init__(
         self,
@@ -130,8 +146,10 @@ class LocalGraph:
         degree: int,
         pricer: Pricer,
         grid: tuple[tuple[str, int], ...] = (),
+        contexts: tuple[Context, ...] = (),
     ) -> None:
         self.graph = graph
+        self.contexts = contexts
         self.batch_options = batch_options
         self.batch_layouts = batch_layouts
         self.rows = rows
@@ -151,7 +169,28 @@ class LocalGraph:
     def num_bytes(self, name: str) -> int:
         """Bytes of a value on all ranks of the tensor axis together, in its layout on the data axis."""
         shape = cut(self.graph.values[name].spec.shape, self.batch_layouts[name], self.parts)
+        for context in self.contexts:
+            shape = cut(shape, context.layout(name), context.degree)
         return bytes_of(shape, self.dtype(name))
+
+    @cached_property
+    def divisible(self) -> Graph:
+        """The graph with the lengths of factors that are left for the tensor axis to divide."""
+        sizes = self.graph.factor_sizes
+        for context in self.contexts:
+            sizes = context.factor_sizes(sizes)
+        return self.graph if not self.contexts else replace(self.graph, factor_sizes=sizes)
+
+    def parameter_parts(self, name: str) -> int:
+        """Into how many parts contexts divide a parameter at rest."""
+        return math.prod(context.degree for context in self.contexts if name in context.at_rest)
+
+    def read_shape(self, index: int, position: int) -> Shape:
+        """Shape of one operand as op number `index` reads it on the data axis and the contexts."""
+        shape = cut(self.graph.values[self.graph.ops[index].operands[position]].spec.shape, self.batch_options[index].reads[position], self.parts)
+        for context in self.contexts:
+            shape = cut(shape, context.option(index).reads[position], context.degree)
+        return shape
 
     def whole_bytes(self, name: str) -> int:
         """Bytes of a value on all ranks together, all rows of the batch."""
@@ -165,6 +204,9 @@ class LocalGraph:
         """Into how many equal parts the work of an op is divided, on both axes together."""
         batch = self.batch_options[index]
         parts = self.parts if any(isinstance(layout, Split) for layout in (*batch.reads, *batch.writes)) else 1
+        for context in self.contexts:
+            chosen = context.option(index)
+            parts *= context.degree if any(isinstance(layout, Split) for layout in (*chosen.reads, *chosen.writes)) else 1
         return parts * self.degree if any(isinstance(layout, Split) for layout in (*option.reads, *option.writes)) else parts
 
     def op_time(self, index: int, option: Option) -> OpTime:
@@ -184,12 +226,17 @@ class LocalGraph:
             op, batch = self.graph.ops[index], self.batch_options[index]
             names = op.operands
             instr = cast_instr(op.instr, self.pricer.precision) if self.pricer.precision else op.instr
+            reads = tuple(self.read_shape(index, i) for i in range(len(names)))
+            writes = tuple(cut(self.graph.values[n].spec.shape, b, self.parts) for n, b in zip(op.outputs, batch.writes, strict=True))
+            for context in self.contexts:
+                writes = tuple(cut(shape, at, context.degree) for shape, at in zip(writes, context.option(index).writes, strict=True))
+                reads, writes = context.dense(index, reads, writes)
             self._known[index] = (
                 names,
                 tuple(self.graph.values[n].requires_grad for n in names),
                 arguments(instr),
-                tuple((cut(self.graph.values[n].spec.shape, b, self.parts), self.dtype(n)) for n, b in zip(names, batch.reads, strict=True)),
-                tuple((cut(self.graph.values[n].spec.shape, b, self.parts), self.dtype(n)) for n, b in zip(op.outputs, batch.writes, strict=True)),
+                tuple((shape, self.dtype(n)) for n, shape in zip(names, reads, strict=True)),
+                tuple((shape, self.dtype(n)) for n, shape in zip(op.outputs, writes, strict=True)),
             )
         return self._known[index]
 

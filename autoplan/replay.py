@@ -119,7 +119,7 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     elif dp > 1 and step.sync == "allreduce":
         tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group)))
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
-        total = sum(size for name, size in load.deferred if name == axis)
+        total = sum(size for name, size in load.deferred if name == axis) // step.shards  # local shards are summed
         tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device))))
     if load.tied_bytes and len(step.stage_ranks) > 1:
         tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp", pricer.device))))

@@ -129,12 +129,12 @@ def _lanes(programs: Sequence[Program], classes: Sequence[Replica], graph: Graph
         loads, times = [], []
         for stage, program in stages:
             rank = replica.devices[step.stage_ranks[stage.index]]
-            pricer = pricers.setdefault(rank, Pricer(prices, precision, rank))
+            pricer = pricers.setdefault(rank, Pricer(prices, precision, rank, overlap=step.overlap))
             by_rows = {rows: load_of(program, stage, graph, pricer, rows) for rows in dict.fromkeys(replica.rows)}
             loads.append(by_rows[max(by_rows)])
             times.append(_mean([durations(by_rows[rows], step, pricer) for rows in replica.rows]))
         base = replica.devices[0]
-        found.append(_Lane(replica, tuple(loads), tuple(times), pricers.setdefault(base, Pricer(prices, precision, base))))
+        found.append(_Lane(replica, tuple(loads), tuple(times), pricers.setdefault(base, Pricer(prices, precision, base, overlap=step.overlap))))
     if step.zero < 2 or step.shards == 1:
         return tuple(found)
     together = tuple(_slowest([lane.times[s] for lane in found]) for s in range(len(stages)))

@@ -124,6 +124,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         alternatives=alternatives(best, outcome),
         reasons=_reasons(best, outcome),
         warnings=(*graph.warnings, *_warnings(searcher)),
+        context=shape.context,
         placement=graph.runs,
         sync=task.constraints.sync or "allreduce",
         servers=task.constraints.servers or (),
@@ -162,7 +163,8 @@ def _block_plans(best: Result, searcher: Searcher) -> tuple[BlockPlan, ...]:
 def summary(result: Result) -> str:
     """ "pp 2, dp 4, tp 2, ZeRO 1, 1f1b, 8 micro-batches of 4"."""
     shape, storing = result.shape, result.storing
-    parts = [f"{axis} {degree}" for axis, degree in shape.axes if degree > 1] or ["one device"]
+    ways = {"ring": " (ring attention)", "heads": " (attention by heads)", "": ""}
+    parts = [f"{axis} {degree}{ways[shape.context] if axis == 'cp' else ''}" for axis, degree in shape.axes if degree > 1] or ["one device"]
     if storing.zero:
         parts.append(f"ZeRO {storing.zero}")
     if shape.pp > 1:

@@ -109,7 +109,7 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
         add("push", "dp", "reduce", load.trained_elements * width.gradient, 1)
         add("pull", "dp", "update", weights, 1)
     for axis, num_bytes in load.deferred:
-        add("all_reduce", axis, "reduce", num_bytes, 1)
+        add("all_reduce", axis, "reduce", num_bytes // step.shards, 1)
     if load.tied_bytes and len(step.stage_ranks) > 1:
         add("send", "tied", "reduce", load.tied_bytes, 1)
     return tuple(CollectiveUse(kind, axis, phase, size, count) for (kind, axis, phase), (size, count) in sorted(totals.items()))
@@ -146,7 +146,7 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     """
     from autoplan.replicas import forecast_replicas, kinds, replicas  # which read the functions above
 
-    pricer = Pricer(prices, precision_left(graph, plan.precision))
+    pricer = Pricer(prices, precision_left(graph, plan.precision), overlap=overlap)
     graph = arranged(graph, plan)
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
     first = programs[0]

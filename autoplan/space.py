@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.constraints import Constraints
@@ -19,7 +19,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """What is fixed before operators are placed: the mesh, the rows of a micro-batch and the schedule."""
+    """What is fixed before operators are placed: the mesh, the rows of a micro-batch on a data rank and the schedule."""
 
     pp: int
     dp: int
@@ -28,6 +28,9 @@ class Shape:
     num_micro_batches: int
     schedule: str
     grid: Axes = ()  # the tensor axes, where there are several
+    cp: int = 1
+    ep: int = 1
+    context: str = ""  # how attention exchanges over "cp" (autoplan/contextaxis.py)
 
     @property
     def tensor(self) -> Axes:
@@ -35,7 +38,23 @@ class Shape:
 
     @property
     def axes(self) -> Axes:
-        return (("pp", self.pp), ("dp", self.dp), *self.tensor)
+        more = tuple((name, degree) for name, degree in (("cp", self.cp), ("ep", self.ep)) if degree > 1)
+        return (("pp", self.pp), ("dp", self.dp), *more, *self.tensor)
+
+    @property
+    def inside(self) -> Inside:
+        return Inside(self.rows, self.tensor, self.cp, self.ep, self.context)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Inside:
+    """What the prices of operators inside a stage depend on."""
+
+    rows: int
+    tensor: Axes
+    cp: int
+    ep: int
+    context: str
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,39 +74,56 @@ class Space:
     axes: Mapping[str, tuple]
 
 
-def space(world_size: int, batch: int, max_stages: int, constraints: Constraints, *, can_micro_batch: bool) -> Space:
+@dataclass(frozen=True)
+class Contexts:
+    """What may be searched of context and expert axes: `cp` degrees, `ep` degrees, and the ways of attention at a (cp, tp)."""
+
+    cp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
+    ways: Callable[[int, int], tuple[str, ...]] = lambda cp, tp: ("",)
+
+
+def space(world_size: int, batch: int, max_stages: int, constraints: Constraints, *, can_micro_batch: bool, contexts: Contexts | None = None) -> Space:
     """All plans of `world_size` ranks at a global batch of `batch` rows that the constraints leave.
 
     dp divides the batch and the micro-batch size a replica's share. Without micro-batches (`can_micro_batch`) a replica's
-    share is one micro-batch.
+    share is one micro-batch. The rows of a micro-batch divide by ep.
     """
+    contexts = contexts or Contexts()
     fixed_pp = len(constraints.stage_layers) if constraints.stage_layers is not None else constraints.pp
     shapes = []
-    for tp in divisors(world_size):
-        for pp in divisors(world_size // tp):
-            dp = world_size // tp // pp
-            if pp > max_stages or batch % dp or not _allows(constraints.tp, tp) or not _allows(fixed_pp, pp) or not _allows(constraints.dp, dp):
-                continue
-            if not allows_mesh(constraints, pp, dp, tp):
-                continue
-            if constraints.zero_group is not None and dp % constraints.zero_group:
-                continue
-            share = batch // dp
-            for rows in divisors(share) if can_micro_batch else (share,):
-                if _allows(constraints.micro_batch_size, rows):
-                    for grid, schedule in itertools.product(_grids(constraints, tp, rows), _schedules(constraints, pp)):
-                        shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule, grid))
+    for cp, ep in ((cp, ep) for cp in contexts.cp for ep in contexts.ep if world_size % (cp * ep) == 0):
+        rest = world_size // (cp * ep)
+        for tp in divisors(rest):
+            for pp in divisors(rest // tp):
+                dp = rest // tp // pp
+                if pp > max_stages or batch % (dp * ep) or not _allows(constraints.tp, tp) or not _allows(fixed_pp, pp) or not _allows(constraints.dp, dp):
+                    continue
+                if not allows_mesh(constraints, pp, dp, tp * cp * ep):
+                    continue
+                if constraints.zero_group is not None and dp % constraints.zero_group:
+                    continue
+                share = batch // dp
+                for rows in divisors(share) if can_micro_batch else (share,):
+                    if _allows(constraints.micro_batch_size, rows) and rows % ep == 0:
+                        grids = _grids(constraints, tp, rows) if cp == ep == 1 else ((),)
+                        ways = contexts.ways(cp, tp)
+                        for grid, way, schedule in itertools.product(grids, ways, _schedules(constraints, pp)):
+                            shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule, grid, cp, ep, way))
     found = {
         "pp": _values(shape.pp for shape in shapes),
         "dp": _values(shape.dp for shape in shapes),
         "tp": _values(shape.tp for shape in shapes),
         "tensor": tuple(dict.fromkeys(constraints.tensor or scheme_of(shape.axes) for shape in shapes)),
+        "cp": _values(shape.cp for shape in shapes),
+        "ep": _values(shape.ep for shape in shapes),
         "micro_batch_size": _values(shape.rows for shape in shapes),
         "schedule": _values(shape.schedule for shape in shapes),
         "zero": _values(storing.zero for storing in storings(constraints)),
         "recompute": tuple(dict.fromkeys(storing.recompute for storing in storings(constraints))),
     }
-    return Space(tuple(shapes), storings(constraints), found)
+    ways = _values(shape.context for shape in shapes if shape.context)
+    return Space(tuple(shapes), storings(constraints), found | ({"context": ways} if ways else {}))
 
 
 def storings(constraints: Constraints) -> tuple[Storing, ...]:

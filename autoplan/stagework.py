@@ -18,8 +18,9 @@ from autoplan.choose import Chosen, Outline
 from autoplan.gridprices import weight_parts
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
+from autoplan.localcontext import LocalContext, context_exchanges, resting_bytes
 from autoplan.price import LocalGraph, axis_group
-from autoplan.problem import BlockPoint, Use
+from autoplan.problem import BlockPoint
 from autoplan.replay import Step
 from autoplan.schemes import ROLES, feature_axes, row_axes
 from costmodel.memory import Widths
@@ -27,14 +28,16 @@ from costmodel.memory import Widths
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """One block of a pattern under a choice, with and without recomputation. `data` are the passes' collectives on the data axis."""
+    """One block of a pattern under a choice, with and without recomputation. `data` are the passes' collectives on the data axis and on
+    contexts, `deferred` the gradients (axis, bytes) that contexts sum once a step."""
 
     point: BlockPoint
     enter_bytes: int
     leave_bytes: int
     recomputed: bool
-    data: tuple[Use, ...]
+    data: tuple[Traffic, ...]
     data_s: tuple[float, float]  # forward, backward
+    deferred: tuple[tuple[str, int], ...] = ()
 
     @property
     def slot_s(self) -> float:
@@ -57,6 +60,7 @@ class Work:
         self.axes = axes
         self.feature_axis = (*(name for name, _ in feature_axes(axes)), "tp")[0]
         self.local = local
+        self.contexts = tuple(context for context in local.contexts if isinstance(context, LocalContext))
         self.chosen = chosen
         self._sent: dict[tuple[int, ...], Mapping[int, tuple[Send, ...]]] = {}
         has_layers = any(block.layer for block in outline.graph.blocks)
@@ -69,12 +73,21 @@ class Work:
         enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], self.chosen.boundary)
         kept = {name: layout for name, layout in enters.items() if self.outline.graph.values[name].requires_grad}
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
-        data = data_uses(self.local, self.outline.indices(self.outline.graph.blocks[self.outline.examples[pattern]]), self.outline.batch.preamble_outputs)
+        indices = self.outline.indices(self.outline.graph.blocks[self.outline.examples[pattern]])
+        given = self.outline.batch.preamble_outputs
         names = ["dp", *(name for name, _ in row_axes(self.axes))]
+        data = data_uses(self.local, indices, given)
         data = tuple(replace(use, axis=name) for name in names if axis_group(self.axes, name).size > 1 for use in data)
         seconds = [(use.phase, self.local.pricer.collective(use.kind, use.num_bytes, axis_group(self.axes, use.axis))) for use in data]
         data_s = (sum(s for phase, s in seconds if phase == "forward"), sum(s for phase, s in seconds if phase == "backward"))
-        return BlockLoad(self.chosen.point(pattern), size(kept.items()), size(leaves), recomputed, data, data_s)
+        point = self.chosen.point(pattern)
+        moved = tuple(Traffic(use.kind, use.axis, use.phase, use.num_bytes) for use in data)
+        deferred: tuple[tuple[str, int], ...] = ()
+        for context in self.contexts:
+            found = context_exchanges(self.local, context, indices, given)
+            moved, data_s = (*moved, *found.traffic), (data_s[0] + found.forward_s, data_s[1] + found.backward_s)
+            deferred = (*deferred, (context.name, resting_bytes(context, self.local, point.rests)))
+        return BlockLoad(point, size(kept.items()), size(leaves), recomputed, moved, data_s, deferred)
 
     def _bytes(self, name: str, layout: object) -> int:
         return self.local.num_bytes(name) // (self.local.degree if isinstance(layout, Split) else 1)
@@ -136,7 +149,9 @@ class Work:
             p = block.point
             once = Pass(p.forward_s - p.forward_move_s, p.forward_move_s + block.data_s[0])
             forward, backward = forward.plus(once), backward.plus(Pass(p.backward_s - p.backward_move_s, p.backward_move_s + block.data_s[1]))
-            traffic += [Traffic(use.kind, use.axis, use.phase, use.num_bytes) for use in block.data]
+            traffic += block.data
+            traffic += [replace(use, phase="backward") for use in block.data if use.phase == "forward" and block.recomputed]
+            deferred += block.deferred
             recompute = recompute.plus(once) if block.recomputed else recompute
             for use in p.uses:
                 if use.phase == "reduce":

@@ -3,6 +3,7 @@
 Every instruction is one of
 
     collective   runtime/collective.py: both passes at the bytes of its tensors
+    exchange     attention over a divided sequence, experts on several ranks: autoplan/contextprice.py
     operator     priced on its local shapes (autoplan/price.py); an operator whose divided loop swapped in a function of the
                  runtime is priced as itself, with the collectives that the loop lists
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.blockprices import VIEWS
+from autoplan.contextprice import EXCHANGING, both_passes, dense_operands, dense_output, kept
 from autoplan.flops import backward_flops, flops
 from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Op, insides
@@ -143,9 +145,17 @@ class _Reader:
         priced = op.instr if swapped and op is not None else instr
         specs = self._gathered(instr, specs)
         out_specs = [o.spec for o in outputs if o.spec is not None]
+        exchanges = instr.target in EXCHANGING
+        if exchanges:
+            num_ranks = self.degrees.get(_axis_of(instr), 1)
+            shapes = dense_operands(instr.target, [spec.shape for spec in specs], num_ranks)
+            local, specs = specs, [TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
+            out_specs = [TensorSpec(dense_output(instr.target, spec.shape, num_ranks), spec.dtype) for spec in out_specs]
         number = flops(priced.target, specs, out_specs, priced.args)
         has_grad = any(self.grads[o.name] for o in outputs)
         time = self._time(priced, operands, specs, out_specs, number)
+        if exchanges:
+            self._exchange(instr, local, time, has_grad, tally)
         tally.forward_s += time.forward_s
         tally.backward_s += time.backward_s if has_grad else 0.0
         tally.forward_flops += number
@@ -156,6 +166,19 @@ class _Reader:
             self._inner(instr, op, operands, tally)
         if has_grad:
             self._saved(instr, op, operands, tally)
+
+    def _exchange(self, instr: Instr, operands: list[TensorSpec], time: OpTime, has_grad: bool, tally: _Tally) -> None:
+        axis, precision = _axis_of(instr), self.pricer.precision
+        if self.degrees.get(axis, 1) == 1:
+            return
+        specs = [local_spec(spec, precision) for spec in operands]
+        group = axis_group(self.program.axes, axis)
+        forward, backward, forward_s, backward_s = both_passes(instr.target, specs, (time.forward_s, time.backward_s), group, self.pricer)
+        tally.forward_moved_s += forward_s
+        tally.traffic += [Traffic(kind, axis, "forward", size) for kind, size in forward]
+        if has_grad:
+            tally.backward_moved_s += backward_s
+            tally.traffic += [Traffic(kind, axis, "backward", size) for kind, size in backward]
 
     def _gathered(self, instr: Instr, specs: list[TensorSpec]) -> list[TensorSpec]:
         """Operands as a product that gathers them inside sees them."""
@@ -210,20 +233,35 @@ class _Reader:
                 size = self.size(name) * (self.degrees.get(axis, 1) if where is not None else 1)
                 self._move(kind, axis, phase, int(size * part), tally)  # type: ignore[arg-type]
 
-    def _saved(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
-        if len(operands) != len(op.operands) or (instr.target.split(".")[1] != op.instr.target.split(".")[1] and not instr.target.startswith("runtime.")):
-            kept = [operands[1] if instr.target.startswith("aten.addmm") else operands[0]]  # a bias was given back to its product
-        else:
-            local = dict(zip(op.operands, operands, strict=True))
-            kept = [local.get(name, name) for name in op.saved]
-        for name in kept:
+    def _keep(self, names: Iterable[str], tally: _Tally) -> None:
+        for name in names:
             root = self.roots.get(name, name)
             if root not in self.resting and root in self.specs:
                 tally.saved[root] = self.size(root)
+
+    def _saved(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
+        if instr.target in EXCHANGING:
+            specs = [local_spec(self.specs[name], self.pricer.precision) for name in operands]
+            indices, keeps_output, extra = kept(instr.target, specs, self.degrees.get(_axis_of(instr), 1))
+            self._keep([*(operands[i] for i in indices), *([instr.outputs[0].name] if keeps_output else [])], tally)
+            tally.extra_bytes += extra
+            return
+        if len(operands) != len(op.operands) or (instr.target.split(".")[1] != op.instr.target.split(".")[1] and not instr.target.startswith("runtime.")):
+            names = [operands[1] if instr.target.startswith("aten.addmm") else operands[0]]  # a bias was given back to its product
+        else:
+            local = dict(zip(op.operands, operands, strict=True))
+            names = [local.get(name, name) for name in op.saved]
+        self._keep(names, tally)
         if op.saved_extra_bytes:
             names = list(zip((*op.operands, *op.outputs), (*operands, *op.outputs), strict=False))
             whole, here = max((math.prod(self.graph.values[n].spec.shape), math.prod(self.specs[local].shape)) for n, local in names)
             tally.extra_bytes += op.saved_extra_bytes * here // max(1, whole)
+
+
+def _axis_of(instr: Instr) -> str:
+    axis = dict(instr.kwargs)["axis"]
+    assert isinstance(axis, str)
+    return axis
 
 
 def local_shape(stored: Stored, degrees: Mapping[str, int]) -> tuple[int, ...]:

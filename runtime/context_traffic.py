@@ -8,25 +8,24 @@ dispatch_experts      forward all_to_all of the counts and 2 of the rows of all 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from runtime.call import dtype_of, num_bytes
-from runtime.instr import Instr, TensorSpec, uses
+from runtime.instr import TensorSpec
 
 Exchange = tuple[str, int]  # kind, bytes
 NAMES = ("ring_attention", "self_attention_ring", "dispatch_experts")
 
 
-def exchanges(instr: Instr, specs: Mapping[str, TensorSpec], num_ranks: int, *, is_backward: bool) -> tuple[Exchange, ...]:
-    """(kind, bytes) of every collective of one pass of `instr`, whose target is one of NAMES, on an axis of `num_ranks`."""
-    operands = [specs[name] for name in uses(instr)]
-    if instr.target == "runtime.dispatch_experts":
+def exchanges(target: str, operands: Sequence[TensorSpec], num_ranks: int, *, is_backward: bool) -> tuple[Exchange, ...]:
+    """(kind, bytes) of every collective of one pass of `target`, one of NAMES, on local `operands` and an axis of `num_ranks`."""
+    if target == "runtime.dispatch_experts":
         return _dispatched(operands, num_ranks, is_backward)
     keys, values = operands[1], operands[2]
     wide = max(4, dtype_of(keys.dtype).itemsize)
     hops = num_ranks - 1
     elements = [math.prod(spec.shape) for spec in (keys, values)]
-    if instr.target == "runtime.ring_attention":
+    if target == "runtime.ring_attention":
         found: list[Exchange] = [("send", num_bytes(keys) + num_bytes(values))] * hops
         return tuple(found + [("send", wide * sum(elements))] * hops) if is_backward else tuple(found)
     found = [("send", num_bytes(spec)) for spec in (keys, values) for _ in range(hops)]

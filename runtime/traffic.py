@@ -148,7 +148,9 @@ def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[s
     if name in _NORMS:
         return (Use("all_reduce", axes[0], _row_bytes(instr, specs)),) * _NORMS[name]
     if name in NAMES:
-        return tuple(Use(kind, axes[0], size) for kind, size in exchanges(instr, specs, sizes[axes[0]], is_backward=False))
+        return tuple(
+            Use(kind, axes[0], size) for kind, size in exchanges(instr.target, [specs[operand] for operand in uses(instr)], sizes[axes[0]], is_backward=False)
+        )
     if name == "vocab_cross_entropy":
         return _vocabulary_uses(instr, specs, axes[0])
     if name == "sync_batch_norm":
@@ -161,6 +163,11 @@ def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[s
         return tuple(Use("all_reduce", axis, _group_bytes(instr, specs)) for axis in axes) * 2
     kind = {"all_gather_vary": "all_gather"}.get(name, name)
     return (Use(kind, axes[0], _value_bytes(instr, name, sizes[axes[0]])),) if name in _FORWARD else ()
+
+
+def _exchanges(instr: Instr, specs: Mapping[str, TensorSpec], axis: str, sizes: Mapping[str, int], *, is_backward: bool) -> tuple[Use, ...]:
+    operands = [specs[name] for name in uses(instr)]
+    return tuple(Use(kind, axis, size) for kind, size in exchanges(instr.target, operands, sizes[axis], is_backward=is_backward))
 
 
 _FORWARD = ("all_reduce", "all_gather", "all_gather_vary", "reduce_scatter", "all_to_all")
@@ -187,7 +194,9 @@ def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[
     if name in _NORMS:
         return (Use("all_reduce", axes[0], _row_bytes(instr, specs) * _NORMS[name]),) if uses(instr)[0] in needs else ()
     if name in NAMES:
-        return tuple(Use(kind, axes[0], size) for kind, size in exchanges(instr, specs, sizes[axes[0]], is_backward=True))
+        return tuple(
+            Use(kind, axes[0], size) for kind, size in exchanges(instr.target, [specs[operand] for operand in uses(instr)], sizes[axes[0]], is_backward=True)
+        )
     if name == "sync_batch_norm":
         return tuple(Use("all_reduce", axis, _channel_bytes(instr, specs)) for axis in axes for _ in range(2))
     if instr.target in WINDOWED:
