@@ -20,6 +20,7 @@ from tests.zoo import gpt2
 Grads = dict[str, torch.Tensor]
 ALONE: list[dict[str, Any]] = [{}, dict(num_micro_batches=4, recompute="full")]
 DIVIDED: list[dict[str, Any]] = [dict(dp=2, tp=2, num_micro_batches=2), dict(tp=4), dict(dp=2, pp=2, num_micro_batches=2, recompute="full")]
+DIVIDED += [dict(cp=4, recompute="full"), dict(cp=2, tp=2, context="heads")]  # the sequence, inside attention too
 
 
 def _two_steps(plans: list[dict[str, Any]], by_element: bool) -> list[tuple[list[float], Grads]]:
