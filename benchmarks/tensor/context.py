@@ -80,8 +80,8 @@ def told(graph: Graph, cluster: str, **fixed: int) -> str:
         return f"- | - | {str(error).splitlines()[0][:100]} | {time.process_time() - start_s:.0f}"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.axes if size > 1) + (f" ({plan.context})" if plan.context else "")
     more = f", ZeRO {plan.zero}" + (", recomputed" if any(block.recompute == "full" for block in plan.blocks) else "")
-    memory = plan.forecast.peak_memory_bytes / 2**30
-    return f"{plan.forecast.step_time_s:8.2f} s | {memory:5.1f} GiB | {mesh}{more}, {plan.num_micro_batches} micro-batches | {time.process_time() - start_s:.0f}"
+    step, memory = plan.forecast.step_time_s, plan.forecast.peak_memory_bytes / 2**30
+    return f"{step:.2f} s | {memory:.1f} GiB | {mesh}{more}, {plan.num_micro_batches} micro-batches | {time.process_time() - start_s:.0f}"
 
 
 def main() -> None:
