@@ -34,15 +34,22 @@ def degrees(plan: Plan) -> str:
     """ "pp 2 × dp 2 × tp 2 · ZeRO 1 · 1f1b · 8 micro-batches of 4"."""
     mesh = " × ".join(f"{axis} {degree}" for axis, degree in plan.axes if degree > 1) or "one device"
     micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches != 1 else ''} of {plan.micro_batch_size}"
-    facts = [mesh, f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", serving(plan), micro]
+    facts = [mesh, attends(plan), f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", serving(plan), micro]
     recomputed = sorted({block.recompute for block in plan.blocks} - {"none"})
     return " · ".join(fact for fact in (*facts, f"recompute {', '.join(recomputed)}" if recomputed else "") if fact)
+
+
+def attends(plan: Plan) -> str:
+    """How attention exchanges over a divided sequence; "" where there is none."""
+    names = {"heads": "attention by heads", "gather": "attention with gathered keys", "self": "ring self-attention"}
+    return names.get(plan.context, "ring attention") if plan.degree("cp") > 1 else ""
 
 
 def short(plan: Plan) -> str:
     """As runners-up are written: "pp 2, dp 2, 1f1b, 4 x 2 rows"."""
     mesh = [f"{axis} {degree}" for axis, degree in plan.axes if degree > 1] or ["one device"]
     facts = [
+        attends(plan),
         f"ZeRO {plan.zero}" if plan.zero else "",
         plan.schedule if plan.degree("pp") > 1 else "",
         serving(plan),

@@ -248,7 +248,7 @@ class ParallelModel:
         with told():
             found = executor.predict(self._content(batch))
         outputs = tuple(found[name] for stage in executor.program.stages for name in stage.predictions)
-        if not outputs or self.data_rank or any(executor.mesh.axis(name).index for name, _ in tensor_axes(self.plan.axes)):
+        if not outputs or self.data_rank or any(executor.mesh.axis(name).index for name, _ in (*tensor_axes(self.plan.axes), ("cp", 1), ("ep", 1))):
             return None
         return outputs[0] if len(outputs) == 1 else outputs
 

@@ -120,14 +120,14 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
             sizes[min(sizes, key=lambda axis: sizes[axis])] *= factor
             left //= factor
         return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"]), ranks
-    sizes = {axis: wanted.degree(axis) for axis in ("tp", "pp", "dp")}
+    sizes = {axis: wanted.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
     while math.prod(sizes.values()) > ranks:
         largest = max(sizes, key=lambda axis: sizes[axis])
         smaller = max(d for d in range(1, sizes[largest]) if sizes[largest] % d == 0)
         sizes[largest] = smaller
     schedule = wanted.schedule if sizes["pp"] > 1 else None
     zero, sync = wanted.zero if sizes["dp"] > 1 else None, None if wanted.sync == "allreduce" else wanted.sync
-    return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"], zero=zero, schedule=schedule, sync=sync), math.prod(sizes.values())
+    return Constraints(**sizes, zero=zero, schedule=schedule, sync=sync), math.prod(sizes.values())
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, global_norm: float) -> float:

@@ -43,10 +43,13 @@ def test_a_rank_keeps_its_part_of_the_activations(way: str) -> None:
         plan = manual_plan(graph, cp=cp, context=way if cp > 1 else "")
         (program,) = lower(plan, graph)
         kept[cp] = load_of(program, program.stages[0], graph, Pricer(FlatPrices(), None)).saved_bytes
-    if way == "self":  # weights of all keys, kept besides
-        assert kept[2] > kept[4] and kept[4] == pytest.approx(kept[2] / 2, rel=0.02)
-    else:
-        assert kept[2] == pytest.approx(kept[1] / 2, rel=0.02) and kept[4] == pytest.approx(kept[1] / 4, rel=0.02)
+    assert kept[4] == pytest.approx(kept[2] / 2, rel=0.01)
+    if way == "ring":
+        assert kept[2] == pytest.approx(kept[1] / 2, rel=0.01)
+    elif way == "heads":  # attention's output in both layouts
+        assert kept[1] / 2 < kept[2] < 1.06 * kept[1] / 2
+    else:  # the weights of all keys besides
+        assert kept[2] > kept[1] / 2
 
 
 def test_an_expert_axis_divides_rows_and_rests_experts() -> None:
