@@ -66,7 +66,9 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
         block = outline.graph.blocks[number]
         items, saved_bytes = chooser.prices.items(outline.indices(block))
         names = dict.fromkeys(name for item in items for name in item.operands if outline.graph.values[name].kind == "parameter")
-        sizes = {name: math.prod(outline.graph.values[name].spec.shape) // local.degree // weight_parts(local, name) // local.parameter_parts(name) for name in names}
+        sizes = {
+            name: math.prod(outline.graph.values[name].spec.shape) // local.degree // weight_parts(local, name) // local.parameter_parts(name) for name in names
+        }
         entering = []
         for boundary in boundaries:
             enters, _ = outline.boundary_of(number, boundary)

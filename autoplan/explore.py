@@ -347,7 +347,6 @@ class Searcher:
             self._boundaries[key] = tuple(b for b in found if b.factor is None or self.contexts.leaves(b.factor, shape))
         return self._boundaries[key]
 
-
     # -- working out ------------------------------------------------------------------------------------------------------
 
     def step(self, shape: Shape, storing: Storing) -> Step:
