@@ -109,9 +109,9 @@ class Scalars(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(12, WIDTH)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.a(x)) * self.gain + self.shift
+        h = torch.tanh(self.a(x)) * self.gain + x * self.shift
         h = torch.einsum("bw,hdw->bhd", h, self.cube).flatten(1)
-        return F.cross_entropy(self.b(h)[:, :3] / self.gain.exp(), labels)
+        return F.cross_entropy(self.b(h)[:, :3] * self.gain, labels)
 
 
 class Counts(nn.Module):
@@ -129,7 +129,7 @@ class Counts(nn.Module):
 
 
 class Pieces(nn.Module):
-    """Split, chunk, stack, roll, pad and a strided view of what was computed."""
+    """Chunk, stack, roll, pad, repeat and strided slices of what was computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Pieces(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         p, q, r = self.a(x).chunk(3, 1)
         h = torch.stack((p, q * 2, r.roll(1, 1)), 1).transpose(1, 2).reshape(x.shape)
-        h = F.pad(h[:, ::2], (0, WIDTH // 2), value=0.5) + h.unfold(1, 2, 1).sum(-1).repeat(1, 2)[:, :WIDTH]
+        h = F.pad(h[:, ::2], (0, WIDTH // 2), value=0.5) + (h[:, 1:] + h[:, :-1]).repeat(1, 2)[:, :WIDTH]
         return F.cross_entropy(self.b(h)[:, :3], labels)
 
 

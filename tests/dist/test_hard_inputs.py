@@ -74,6 +74,7 @@ def test_hard_inputs_on_four_ranks_equal_the_plain_model() -> None:
     check(FOUR, run_ranks(attempts, 4, FOUR, timeout_s=360)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_harder_inputs_equal_the_plain_model() -> None:
     plans = (UNEVEN, dict(dp=2, zero=3, num_micro_batches=2), dict(tp=2, num_micro_batches=2))
