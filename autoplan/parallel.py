@@ -26,6 +26,7 @@ from autoplan.lower import data_shares, lower
 from autoplan.optimizers import optimizer_class, protect
 from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
+from autoplan.refusals import refuse
 from autoplan.retarget import check_plan, retarget
 from autoplan.schemes import tensor_axes
 from autoplan.served import served_class, worker_class
@@ -124,6 +125,7 @@ class ParallelModel:
         """Capture, plan and place the model's tensors for batches like `batch`. Done once; later calls change nothing."""
         if self._executor is not None:
             return
+        refuse(self._model)
         share_weights(self._model)
         precision = self._settings.precision
         graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, precision=precision))

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import autoplan
 from tests.dist.launch import run_ranks
@@ -65,6 +68,19 @@ def compiled() -> None:
         parallel(model, batch, dict(pp=2, num_micro_batches=2, schedule="zb"), compile_backend="aot_eager")
 
 
+def wrapped() -> None:
+    model, batch = HARD["words"]()
+    with pytest.raises(autoplan.CaptureError, match="the model is wrapped by DistributedDataParallel: give the plain module"):
+        autoplan.parallelize(nn.parallel.DistributedDataParallel(model), batch)
+    model, batch = HARD["words"]()
+    with pytest.raises(autoplan.CaptureError, match="is wrapped by FSDP.*: give the plain module"):
+        autoplan.parallelize(fully_shard(model), batch)
+    model, batch = HARD["words"]()
+    parallelize_module(model.head, init_device_mesh("cpu", (2,)), ColwiseParallel())  # type: ignore[arg-type]
+    with pytest.raises(autoplan.CaptureError, match="parameter 'head.weight' is distributed already"):
+        autoplan.parallelize(model, batch)
+
+
 def different_data() -> None:
     torch.set_num_threads(1)
     model, batch = HARD["words"]()
@@ -94,6 +110,7 @@ def one_batch_refused() -> str:
 def everything(folder: str) -> str:
     loaded_from_meta(folder)
     compiled()
+    wrapped()
     different_data()
     return one_batch_refused()
 
