@@ -73,7 +73,7 @@ def wrapped() -> None:
     with pytest.raises(autoplan.CaptureError, match="the model is wrapped by DistributedDataParallel: give the plain module"):
         autoplan.parallelize(nn.parallel.DistributedDataParallel(model), batch)
     model, batch = HARD["words"]()
-    with pytest.raises(autoplan.CaptureError, match="is wrapped by FSDP.*: give the plain module"):
+    with pytest.raises(autoplan.CaptureError, match=r"is wrapped by FSDP.*: give the plain module"):
         autoplan.parallelize(fully_shard(model), batch)
     model, batch = HARD["words"]()
     parallelize_module(model.head, init_device_mesh("cpu", (2,)), ColwiseParallel())  # type: ignore[arg-type]
