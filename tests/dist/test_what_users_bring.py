@@ -77,7 +77,7 @@ def wrapped() -> None:
         autoplan.parallelize(fully_shard(model), batch)
     model, batch = HARD["words"]()
     parallelize_module(model.head, init_device_mesh("cpu", (2,)), ColwiseParallel())  # type: ignore[arg-type]
-    with pytest.raises(autoplan.CaptureError, match="parameter 'head.weight' is distributed already"):
+    with pytest.raises(autoplan.CaptureError, match=r"parameter 'head.weight' is distributed already"):
         autoplan.parallelize(model, batch)
 
 
