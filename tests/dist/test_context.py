@@ -75,8 +75,8 @@ def test_sequences_and_experts_on_two_ranks_equal_the_plain_model() -> None:
     outcomes = run_ranks(run_context_cases, 2, TWO, timeout_s=500)[0]
     for outcome in outcomes:
         check(outcome)
-        if outcome.case.constraints is not None:
-            check_share(outcome)
+        if "cp" in (outcome.case.constraints or {}):
+            check_share(outcome)  # what an expert's rank computes is the router's to say
     keys = ROWS * SEQ * HIDDEN // 2 * 8  # of one layer: two of four heads, fp64
     assert ring_bytes(outcomes[0].held[0].sent, "forward") == LAYERS * 2 * keys // 2  # 2 (P-1)/P
     assert ring_bytes(outcomes[0].held[0].sent, "backward") == LAYERS * 4 * keys // 2  # 4 (P-1)/P
