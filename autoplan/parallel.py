@@ -23,6 +23,7 @@ from autoplan.forecast import Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.lower import data_shares, lower
+from autoplan.moving import check_move, rests_alike, shapes_source
 from autoplan.optimizers import optimizer_class, protect
 from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
@@ -39,7 +40,11 @@ from costmodel.detect import detect
 from runtime.executor import Executor
 from runtime.guard import PATIENCE_S
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
+<<<<<<< HEAD
 from runtime.order import Record
+=======
+from runtime.migrate import Side, move
+>>>>>>> 6167542 (Plans that follow their devices: drift of speeds, a long-term budget, moves in place)
 from runtime.program import Program
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -120,6 +125,8 @@ class ParallelModel:
         self._unset = without_values(model)
         self._graphs: OrderedDict[str, tuple[Graph, Plan]] = OrderedDict()
         self._programs: dict[tuple[str, str], Program] = {}
+        self._meshes: dict[tuple[tuple[tuple[str, int], ...], int | None], Mesh] = {}  # of plans that were moved between
+        self._zero_group: int | None = None
 
     def prepare(self, batch: Batch) -> None:
         """Capture, plan and place the model's tensors for batches like `batch`. Done once; later calls change nothing."""
@@ -136,7 +143,7 @@ class ParallelModel:
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
         self._graphs[shape_key(batch, plan.global_batch)] = (graph, plan)
-        self._plan = plan
+        self._plan, self._zero_group = plan, plan.zero_group
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = dense_source(self._model, graph)
         scale = LossScale() if precision == "fp16" else None
@@ -199,10 +206,57 @@ class ParallelModel:
             del self._graphs[oldest]
             self._programs = {k: v for k, v in self._programs.items() if k[0] != oldest}
 
+    def move_to(self, plan: Plan, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Go on under another plan of the same model and number of ranks: parameters, buffers and the state of `optimizer` (made for this
+        model's parameters; it goes on with the new ones) move in place, bit for bit, without a disk.
+
+        Every rank calls it between two steps, with gradients cleared. Where the plans differ in rows and schedule alone nothing
+        moves. Returns the bytes of the dense tensors that were sent. `parameters()` are new objects afterwards where something moved. Raises
+        UsageError for gradients that are not cleared, for plans with servers, and for an optimizer that works on dense copies; StalePlanError
+        for a plan of another model.
+        """
+        executor, (key, (graph, old)) = self._ready("move_to").executor, next(iter(self._graphs.items()))
+        check_plan(plan, graph, _world_size())
+        check_move(old, plan, executor, optimizer)
+        before, after = lower(old, graph), lower(plan, graph)
+        self._graphs, self._programs = OrderedDict({key: (graph, plan)}), {}
+        self._plan = plan
+        mesh = self._mesh_of(plan)
+        own = lower(plan, graph, data_rank=mesh.axis("dp").index)[mesh.axis("pp").index]
+        self._programs[(key, "train")] = own
+        if rests_alike(before, after):
+            executor.rebind(own, _dense_source(self._model, graph))
+            return 0
+        made = Executor(own, mesh, shapes_source(self._model, graph), seed=executor.seed, random_by_element=True, loss_scale=executor.loss_scale)
+        made.num_steps = executor.num_steps
+        sides = [Side(each.residents, each.mesh, each.program.stage_ranks) for each in (executor, made)]
+        with told():
+            moved = move(sides[0], sides[1], optimizer)
+        self._executor, self._calls = made, Calls(mesh)
+        protect(made.trainable)
+        return moved
+
+    def _mesh_of(self, plan: Plan) -> Mesh:
+        """The mesh of a plan; made once for each form, since process groups are kept."""
+        running = self.executor.mesh
+        assert self._plan is not None
+        self._meshes.setdefault((tuple((name, axis.size) for name, axis in running.axes.items()), self._zero_group), running)
+        wanted = (plan.axes, plan.zero_group)
+        if wanted not in self._meshes:
+            self._meshes[wanted] = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=running.guard.patience_s)
+        self._zero_group = plan.zero_group
+        return self._meshes[wanted]
+
     @property
     def plan(self) -> Plan:
         """The plan that is executed."""
         return self._ready("plan")._plan  # type: ignore[return-value]
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph, in the order of the plan's stages."""
+        self._ready("graph")
+        return next(iter(self._graphs.values()))[0]
 
     @property
     def executor(self) -> Executor:

@@ -173,3 +173,20 @@ def paces(
         own = {(kind, s): t for s, time in enumerate(lane.times) for kind, t in (("F", time.forward_s), ("B", time.backward_s))}
         told.update((member, own) for member in lane.replica.members)
     return told
+
+
+def operator_seconds(
+    programs: Sequence[Program], classes: Sequence[Replica], graph: Graph, prices: Prices, precision: str | None
+) -> dict[tuple[int, int], float]:
+    """("pp", "dp") coordinates -> seconds that the own operators of a step take, without what is sent or waited for."""
+    told: dict[tuple[int, int], float] = {}
+    for replica in classes:
+        for program in programs:
+            for stage in program.stages:
+                pp = program.stage_ranks[stage.index]
+                pricer = Pricer(prices, precision, replica.devices[pp])
+                loads = {rows: load_of(program, stage, graph, pricer, rows) for rows in dict.fromkeys(replica.rows)}
+                spent = sum(loads[rows].forward.compute_s + loads[rows].backward.compute_s + loads[rows].recompute.compute_s for rows in replica.rows)
+                for member in replica.members:
+                    told[pp, member] = told.get((pp, member), 0.0) + spent
+    return told
