@@ -13,11 +13,8 @@ _HOMES = {
     "find_plan": "autoplan.api",
     "parallelize": "autoplan.parallel",
     "ParallelModel": "autoplan.parallel",
-<<<<<<< HEAD
     "retrace": "autoplan.retracing",
-=======
     "OnlinePlanner": "autoplan.online",
->>>>>>> 6167542 (Plans that follow their devices: drift of speeds, a long-term budget, moves in place)
     "register_rule": "autoplan.rules",
     "Constraints": "autoplan.constraints",
     "Cluster": "costmodel.cluster",

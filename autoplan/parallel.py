@@ -40,11 +40,8 @@ from costmodel.detect import detect
 from runtime.executor import Executor
 from runtime.guard import PATIENCE_S
 from runtime.mesh import Mesh, build_mesh, default_device, init_process_group
-<<<<<<< HEAD
-from runtime.order import Record
-=======
 from runtime.migrate import Side, move
->>>>>>> 6167542 (Plans that follow their devices: drift of speeds, a long-term budget, moves in place)
+from runtime.order import Record
 from runtime.program import Program
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -225,9 +222,17 @@ class ParallelModel:
         own = lower(plan, graph, data_rank=mesh.axis("dp").index)[mesh.axis("pp").index]
         self._programs[(key, "train")] = own
         if rests_alike(before, after):
-            executor.rebind(own, _dense_source(self._model, graph))
+            executor.rebind(own, dense_source(self._model, graph))
             return 0
-        made = Executor(own, mesh, shapes_source(self._model, graph), seed=executor.seed, random_by_element=True, loss_scale=executor.loss_scale)
+        made = Executor(
+            own,
+            mesh,
+            shapes_source(self._model, graph),
+            seed=executor.seed,
+            random_by_element=True,
+            loss_scale=executor.loss_scale,
+            backend=self._settings.compile_backend,
+        )
         made.num_steps = executor.num_steps
         sides = [Side(each.residents, each.mesh, each.program.stage_ranks) for each in (executor, made)]
         with told():

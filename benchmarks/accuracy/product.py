@@ -6,6 +6,7 @@ the layout inside a stage is the planner's choice. The prices are those of the r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from autoplan import AutoplanError, Constraints, capture, find_plan
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph
+from autoplan.lower import lower
+from autoplan.simulate import forecast as simulated
 from benchmarks.accuracy.block import padded_vocab
 from benchmarks.accuracy.record import Model, Run, UnsupportedRowError
 from costmodel.analytic import AnalyticPrices
@@ -28,7 +31,6 @@ def forecast(run: Run, calibration: Calibration) -> Forecast:
         (run.vpp > 1, "interleaved schedules"),
         (run.recompute not in ("none", "full"), f"recomputation '{run.recompute}'"),
         (run.gemm_dtype == "float8", "8-bit products"),
-        (run.cluster.mixed, "unequal devices under a fixed plan"),
         (not run.model.head, "a model without a head"),
     ):
         if wrong:
@@ -49,7 +51,12 @@ def forecast(run: Run, calibration: Calibration) -> Forecast:
     )
     try:
         prices = AnalyticPrices(run.cluster, calibration, run.stack)
-        return find_plan(graph, None, run.cluster, constraints, precision=PRECISIONS[run.dtype], prices=prices).forecast
+        plan = find_plan(graph, None, run.cluster, constraints, precision=PRECISIONS[run.dtype], prices=prices)
+        if not run.cluster.mixed:
+            return plan.forecast
+        # the row deals rows evenly, whatever its devices; replicas and stages lie in the order of the groups
+        even = replace(plan, shares=(), axes=(("pp", run.pp), ("dp", run.dp), ("tp", run.tp)), micro_batch_size=run.micro_batch)
+        return simulated(lower(even, graph), even, graph, prices)
     except AutoplanError as error:
         raise UnsupportedRowError(f"the planner refuses: {error}") from error
 
