@@ -16,6 +16,7 @@ Sources: Ling et al. 2024 (IEEE TPDS 36(2)); Metis (Um et al. 2024); Sailor (Str
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -152,9 +153,10 @@ def _bound_s(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher])
     """The module's bound."""
     least: dict[tuple[str, Kind], float] = {}
     for kind, searcher in searchers.items():
-        for rows, degree in dict.fromkeys((shape.rows, shape.tp) for shape in searcher._space().shapes):
-            for pattern, block in searcher._least(rows, degree).items():
-                spent = block.count * block.seconds * degree * searcher.batch / rows
+        for shape in {shape.inside: shape for shape in searcher._space().shapes}.values():
+            num_ranks = math.prod(size for name, size in shape.axes if name not in ("pp", "dp"))
+            for pattern, block in searcher._least(shape).items():
+                spent = block.count * block.seconds * num_ranks * searcher.batch / shape.rows
                 least[pattern, kind] = min(least.get((pattern, kind), float("inf")), spent)
     patterns = list(dict.fromkeys(pattern for pattern, _ in least))
 
