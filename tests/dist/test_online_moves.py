@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import autoplan
+from autoplan.agreement import from_first_rank
 from autoplan.lower import lower
 from autoplan.models import MLP
+from autoplan.planfile import dumps, loads
 from autoplan.price import Pricer
+from autoplan.shares import row_shares
 from autoplan.simulate import forecast
 from autoplan.workload import load_of
 from costmodel.analytic import AnalyticPrices
@@ -212,33 +215,26 @@ def _slowed(constraints: dict[str, Any], slow: int, steps: int, budget: float | 
 
 
 def _best_plan(pm: autoplan.ParallelModel, prices: Any) -> autoplan.Plan:
-    """By brute force over the shares (and cuts, and orders) of the running mesh."""
+    """By brute force over the running mesh: any share for one replica and equal ones for the others, any cut, both orders of the mesh."""
     plan, graph = pm.plan, pm.graph
-    dp, pp = plan.degree("dp"), plan.degree("pp")
-    blocks = len(graph.blocks)
+    dp, pp, blocks = plan.degree("dp"), plan.degree("pp"), len(graph.blocks)
     found = []
-    deals = [s for s in itertools.product(range(plan.num_micro_batches, ROWS), repeat=dp - 1) if sum(s) <= ROWS - plan.num_micro_batches and s == tuple(sorted(s, reverse=True))]
     for order in (("pp", "dp", "tp"), ("dp", "pp", "tp")) if pp > 1 else (("pp", "dp", "tp"),):
-        for deal in deals:
-            for place in range(dp):
-                shares = [*deal, ROWS - sum(deal)]
-                shares.insert(place, shares.pop())
-                for cut in range(1, blocks) if pp > 1 else (blocks,):
-                    edges = (0, cut, blocks) if pp > 1 else (0, blocks)
-                    stages = tuple(replace(s, start=a, stop=b) for s, (a, b) in zip(plan.stages, itertools.pairwise(edges), strict=True))
-                    axes = tuple((name, dict(plan.axes)[name]) for name in order)
-                    found.append(replace(plan, axes=axes, shares=tuple(shares), stages=stages, micro_batch_size=max(shares)))
-    seen: dict[tuple, float] = {}
-    best, best_s = plan, float("inf")
-    for candidate in found:
-        if abs(max(candidate.shares) - ROWS / dp) > ROWS / dp:
-            continue
-        key = (candidate.shares, candidate.axes, candidate.stages)
-        if key not in seen:
-            seen[key] = forecast(lower(candidate, graph), candidate, graph, prices, overlap=False).step_time_s
-        if seen[key] < best_s:
-            best, best_s = candidate, seen[key]
-    return best
+        for own, place in itertools.product(range(1, ROWS - dp + 2), range(dp)):
+            shares = list(row_shares(ROWS - own, dp - 1))
+            shares.insert(place, own)
+            for cut in range(1, blocks) if pp > 1 else (0,):
+                edges = (0, cut, blocks) if pp > 1 else (0, blocks)
+                stages = tuple(replace(s, start=a, stop=b) for s, (a, b) in zip(plan.stages, itertools.pairwise(edges), strict=True))
+                axes = tuple((name, dict(plan.axes)[name]) for name in order)
+                found.append(replace(plan, axes=axes, shares=tuple(shares), stages=stages, micro_batch_size=max(shares)))
+    promising = [p for p in found if min(p.shares) >= plan.num_micro_batches]
+
+    def best() -> str:
+        seconds = [forecast(lower(p, graph), p, graph, prices, overlap=False).step_time_s for p in promising]
+        return dumps(promising[min(range(len(promising)), key=seconds.__getitem__)])
+
+    return loads(from_first_rank(best))
 
 
 def _check(ran: Ran) -> None:
