@@ -39,6 +39,7 @@ from autoplan.choose import Boundary, Chooser, Chosen, Outline
 from autoplan.constraints import Constraints, check_degrees, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
+from autoplan.exhaust import every_choice
 from autoplan.graph import Graph, options
 from autoplan.gridcheck import check_scheme, undivided
 from autoplan.gridprices import gathers_s
@@ -373,6 +374,7 @@ class Searcher:
                     places.append((self._least_step_s(blocks, shape, s), (s.recompute != "none", s.zero, number), s, boundary, blocks))
         some = best_s == float("inf") and all(place[0] == float("inf") for place in places)  # of what cannot fit, to say what is missing
         results: list[Result] = []
+        every: dict[Boundary, tuple[Chosen, ...]] = {}
         least_s = float("inf")
         for bound_s, _, storing, boundary, blocks in sorted(places, key=lambda place: place[:2]):
             fastest_s = min([best_s, *(r.step_s for r in results if r.fits)])
@@ -391,11 +393,8 @@ class Searcher:
             result = cut(chosen)
             if result is None:
                 continue
+            first = len(results)
             results.append(result)
-            weighing = squeeze.exposing(result, price, self.outline.counts) if result.fits and result.step_s < fastest_s * _NEAR else None
-            if weighing is not None:
-                again = cut(chooser.choose_near(chosen, weighing))
-                results += [again] if again is not None else []
             if (not result.fits or result.is_bent) and not some:
                 place = Place(chooser, boundary, price, self.step(shape, storing), storing.recompute, blocks)
                 fastest_s = min(fastest_s, result.step_s) if result.fits else fastest_s
@@ -408,6 +407,13 @@ class Searcher:
                     results += [result] if result is not results[-1] else []
                 if not result.fits and bound_s < enough_s and is_squeezed:
                     results += squeeze.plans(place, self._bounds, result, cut)
+            for fitting in [r for r in results[first:] if r.fits and r.step_s < fastest_s * _NEAR]:
+                for weighing in squeeze.exposing(fitting, price, self.outline.counts):
+                    again = cut(chooser.choose_near(fitting.chosen, weighing))
+                    results += [again] if again is not None else []
+            if boundary not in every:
+                every[boundary] = every_choice(chooser, boundary, price)
+            results += [more for one in every[boundary] if (more := cut(one)) is not None]
             least_s = min(least_s, bound_s)
         return results, min([least_s, best_s, *(r.step_s for r in results if r.fits)])
 

@@ -30,6 +30,7 @@ _ROUNDS = 4
 _CHANGE = 1e-3  # of a bound from one round to the next, less than which ends them
 _NUM_BUDGETS = 2  # in one program
 _EXPOSED = 0.01  # of a step, of moving parameters
+_WEIGHTS = (1.0,)  # of what is exposed
 _WEIGHT = 0.5  # of memory against time, of the other patterns
 
 
@@ -130,17 +131,18 @@ def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget 
     return replace(budget, limit_bytes=limit) if limit > 0.0 else None
 
 
-def exposing(result: Result, price: Price, counts: Mapping[str, int]) -> Price | None:
-    """The price at which parameters also weigh what moving them adds to the step of a plan; None where that is next to nothing."""
+def exposing(result: Result, price: Price, counts: Mapping[str, int]) -> tuple[Price, ...]:
+    """Prices at which parameters also weigh what moving them adds to the step of a plan, and more than that, as they do where compute hides
+    behind it; none where that is next to nothing."""
     m = result.shape.num_micro_batches
     stage = max(range(len(result.loads)), key=lambda j: result.loads[j].slot_s)
     load, time = result.loads[stage], result.times[stage]
     moved_s = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s) - m * load.slot_s
     moved_s += sum(seconds for _, stream, seconds in time.tail if stream == "dp")
     if moved_s < _EXPOSED * result.step_s:
-        return None
+        return ()
     kept = sum(solution.point.parameter_bytes * counts[p] for p, solution in result.chosen.solutions.items()) / len(result.loads)
-    return replace(price, per_parameter_byte_s=price.per_parameter_byte_s + moved_s / max(1.0, kept))
+    return tuple(replace(price, per_parameter_byte_s=price.per_parameter_byte_s + weight * moved_s / max(1.0, kept)) for weight in _WEIGHTS)
 
 
 def _lean(chosen: Chosen, price: Price, counts: Mapping[str, int]) -> Price:
