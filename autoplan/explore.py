@@ -99,6 +99,8 @@ class Searcher:
         if task.constraints.max_memory_bytes is not None:
             self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
         self._deadline_s: float | None = None
+        self._taken: dict[Axes, bool] = {}
+        self._examples = {p: self.outline.indices(task.graph.blocks[number]) for p, number in self.outline.examples.items()}
         self._gathers: dict[tuple[int, Axes], float] = {}
         self._choosers: dict[Inside, Chooser] = {}
         self._boundaries: dict[tuple[Axes, int], tuple[Boundary, ...]] = {}
@@ -219,7 +221,10 @@ class Searcher:
         """Whether the model's operators divide by the tensor axes of a shape."""
         if not shape.grid:
             return self._splits(shape.tp)
-        return self.task.stages is None and undivided(self.task.graph, self.outline.batch.body, shape.grid) is None
+        if shape.grid not in self._taken:
+            among = [i for indices in self._examples.values() for i in indices]
+            self._taken[shape.grid] = undivided(self.task.graph, self.outline.batch.body, shape.grid, among) is None
+        return self.task.stages is None and self._taken[shape.grid]
 
     def _no_shape(self) -> str:
         task = self.task
@@ -233,7 +238,8 @@ class Searcher:
         graph = self.task.graph
         return any(
             option.label != "whole" and not option.label.startswith("partial:")
-            for i in self.outline.batch.body
+            for indices in self._examples.values()
+            for i in indices
             for option in options(graph, graph.ops[i], degree)
             if not any(loop.label == option.label and loop.factor == graph.batch_factor for loop in graph.ops[i].loops)
         )
@@ -265,7 +271,8 @@ class Searcher:
             batch = self.outline.batch
             ((_, degree),) = feature_axes(grid)
             local = LocalGraph(self.task.graph, batch.options, batch.layouts, rows // row_unit(grid), degree, self.pricer, grid)
-            self._gathers[rows, grid] = gathers_s(self.task.graph, grid, batch.body, local)
+            each = {p: gathers_s(self.task.graph, grid, indices, local) for p, indices in self._examples.items()}
+            self._gathers[rows, grid] = sum(self.outline.counts[p] * seconds for p, seconds in each.items())
         return self._gathers[rows, grid]
 
     def _operator_bound(self, shape: Shape) -> float:

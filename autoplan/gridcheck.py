@@ -15,11 +15,11 @@ _HEAVY_SHARE = 0.01  # of the model's FLOPs
 _FORMS = {"2d": "q x q", "2.5d": "d x q x q with d >= 2", "3d": "q x q x q"}
 
 
-def undivided(graph: Graph, body: Sequence[int], grid: Axes) -> Op | None:
-    """A heavy operator that has nothing for the feature axes of a grid to divide."""
+def undivided(graph: Graph, body: Sequence[int], grid: Axes, among: Sequence[int] | None = None) -> Op | None:
+    """A heavy operator that has nothing for the feature axes of a grid to divide. `among`: the operators that stand for all of `body`."""
     total = sum(graph.ops[i].flops for i in body)
     ((_, degree),) = feature_axes(grid)
-    for index in body:
+    for index in body if among is None else among:
         op = graph.ops[index]
         if op.flops < _HEAVY_SHARE * total:
             continue
