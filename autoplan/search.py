@@ -49,6 +49,10 @@ def search(
             raise InfeasibleError(f"constraint sync={constraints.sync!r} cannot be had on unequal devices: leave it out, or plan for like devices")
         if constraints.placement is not None:
             raise InfeasibleError("constraint placement cannot be had on unequal devices yet: leave it out, or plan for like devices")
+        if (constraints.ep or 1) > 1:
+            raise InfeasibleError(
+                f"constraint ep={constraints.ep} cannot be had on unequal devices: rows are dealt by speed. Use ep=1, or plan for like devices"
+            )
         return unequal_search(task, plan_of)
     if constraints.placement is not None:
         from autoplan.placed import placed_search  # which searches for each placement

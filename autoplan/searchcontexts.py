@@ -21,6 +21,15 @@ from autoplan.space import Contexts, Shape, divisors
 LONG = 16384
 
 
+def _not_beside(constraints: Constraints) -> str:
+    """What is asked for that context and expert axes cannot stand beside, and why; "" for nothing."""
+    if constraints.sync not in (None, "allreduce"):
+        return f"sync={constraints.sync!r} cannot be had: servers know the data axis alone"
+    if constraints.placement is not None:
+        return "placement cannot be had: modules are pinned to whole ranks"
+    return ""
+
+
 class SearchedContexts:
     """Context and expert axes of one graph, each worked out once."""
 
@@ -36,6 +45,12 @@ class SearchedContexts:
 
     def of(self, constraints: Constraints, world_size: int) -> Contexts:
         """What is searched. Raises InfeasibleError, with the reason, for a degree that is asked for and cannot be had."""
+        beside = _not_beside(constraints)
+        for name, degree in (("cp", constraints.cp), ("ep", constraints.ep)):
+            if (degree or 1) > 1 and beside:
+                raise InfeasibleError(f"{name}={degree} with {beside}. Leave one of them out")
+        if beside:
+            return Contexts()
         cps: tuple[int, ...] = (1,)
         if constraints.cp is not None:
             if constraints.cp > 1:
