@@ -11,6 +11,7 @@ from typing import Any
 _HOMES = {
     "capture": "autoplan.frontend",
     "find_plan": "autoplan.api",
+    "batch_size_schedule": "autoplan.batchsize",
     "parallelize": "autoplan.parallel",
     "ParallelModel": "autoplan.parallel",
     "retrace": "autoplan.retracing",

@@ -207,7 +207,9 @@ class Bounds:
         if step.sync != "allreduce":
             return m * total + tail
         if step.zero == 0 or shards == 1:
-            reduce_s = self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES if group.size > 1 and step.zero == 0 else 0.0
+            reduce_s = (
+                self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES if group.size > 1 and step.zero == 0 and not step.sums.is_own else 0.0
+            )
             return m * total + reduce_s * trained * self.width.gradient + tail
         gather, scatter = self._moved(blocks, step)
         if step.zero == 1:
@@ -226,7 +228,7 @@ class Bounds:
         ranks = RankGroup(step.shards, group.stride, 0, group.concurrent)
         gather = sum(b.count * self.pricer.collective("all_gather", b.num_elements * self.width.parameter, ranks) for b in blocks.values())
         scatter = sum(b.count * self.pricer.collective("reduce_scatter", b.num_trained * self.width.gradient, ranks) for b in blocks.values())
-        return gather, scatter
+        return gather, 0.0 if step.sums.is_own else scatter  # compressed or late sums follow the passes: no bound counts them
 
     def state_bytes(self, step: Step) -> float:
         """Bytes at rest of one element that is trained, on one rank."""

@@ -24,11 +24,8 @@ _SUPPORTED: Mapping[str, tuple[tuple, str]] = {
     "schedule": (("gpipe", "1f1b"), "only gpipe and 1f1b are searched"),
     "num_chunks": ((1,), "a rank holds one stage in gpipe and 1f1b"),
     "recompute": (("none", "full"), "selective recomputation is not searched yet"),
-    "delay": ((0,), "an update uses the gradients of its own step"),
 }
-_REFUSED: Mapping[str, str] = {
-    "compression": "gradients are sent uncompressed, so that results stay exact",
-}
+_REFUSED: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +113,30 @@ def check_supported(constraints: Constraints) -> None:
     for name, reason in _REFUSED.items():
         if getattr(constraints, name) is not None:
             raise InfeasibleError(f"constraint {name}={getattr(constraints, name)!r} cannot be had: {reason}. Leave it out")
+
+
+def check_modes(constraints: Constraints, optimizer: str) -> None:
+    """Raises InfeasibleError where compressed or late gradients cannot be had together with what else is asked."""
+    compression, zero, group = constraints.compression, constraints.zero, constraints.zero_group
+    mode = f"compression={compression!r}" if compression is not None else f"delay={constraints.delay}"
+    if (compression is not None or constraints.delay) and group is not None:
+        raise InfeasibleError(f"zero_group={group} with {mode}: compressed and late sums go over the whole data axis. Leave zero_group out")
+    if (compression is not None or constraints.delay) and constraints.sync in ("ps", "async"):
+        raise InfeasibleError(
+            f"sync={constraints.sync!r} with {mode}: servers sum gradients as they are, at once. Use sync='allreduce', or leave the other out"
+        )
+    if compression != "1bit-adam":
+        return
+    if zero:
+        raise InfeasibleError(
+            f"compression='1bit-adam' with zero={zero}: every rank needs the whole momenta, which ZeRO-{zero} divides. Use zero=0, or compression='1bit'"
+        )
+    if constraints.delay:
+        raise InfeasibleError(
+            "compression='1bit-adam' with delay=1: the momentum that is sent would lack the update that is on its way. Use delay=0, or compression='1bit'"
+        )
+    if optimizer not in ("adam", "adamw"):
+        raise InfeasibleError(f"compression='1bit-adam' with optimizer={optimizer!r}: it compresses Adam's momentum. Use optimizer='adam' or 'adamw'")
 
 
 def check_degrees(constraints: Constraints, world_size: int, batch: int | None) -> None:

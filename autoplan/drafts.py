@@ -128,7 +128,7 @@ def _priced(shape: Shape, storing: Storing, searchers: dict[Kind, Searcher], ref
     def works(searcher: Searcher, rows: int, boundary: Boundary) -> Work | None:
         chooser = searcher._chooser(replace(shape, rows=rows))
         picked = chooser.choose(boundary, searcher._price(shape))
-        return None if picked is None else Work(searcher.outline, chooser.local, picked, storing.recompute, shape.axes)
+        return None if picked is None else Work(searcher.outline, chooser.local, picked, storing.recompute, searcher.step(shape, storing))
 
     slots = {b: work for b in possible if (work := works(reference, shape.rows, b)) is not None}
     boundary = min(slots, key=lambda b: sum(block.slot_s for block in slots[b].blocks))

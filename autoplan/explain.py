@@ -36,6 +36,7 @@ def degrees(plan: Plan) -> str:
     micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches != 1 else ''} of {plan.micro_batch_size}"
     facts = [mesh, attends(plan), f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", serving(plan), micro]
     recomputed = sorted({block.recompute for block in plan.blocks} - {"none"})
+    facts += [f"gradients as {plan.compression}" if plan.compression else "", f"gradients late by {plan.delay} step" if plan.delay else ""]
     return " · ".join(fact for fact in (*facts, f"recompute {', '.join(recomputed)}" if recomputed else "") if fact)
 
 

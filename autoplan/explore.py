@@ -36,10 +36,12 @@ from autoplan import squeeze
 from autoplan.bounds import Bounds, Least, least_blocks, ramp
 from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chooser, Chosen, Outline
-from autoplan.constraints import Constraints, check_degrees, check_supported
+from autoplan.constraints import Constraints, check_degrees, check_modes, check_supported
 from autoplan.cuts import best_cuts, layer_cuts
+from autoplan.datasums import Mode
 from autoplan.errors import InfeasibleError
 from autoplan.exhaust import every_choice
+from autoplan.forecast import MEMORY_KINDS
 from autoplan.graph import Graph, options
 from autoplan.gridcheck import check_scheme, undivided
 from autoplan.gridprices import gathers_s
@@ -197,6 +199,7 @@ class Searcher:
         task = self.task
         check_supported(task.constraints)
         check_sync(task.constraints)
+        check_modes(task.constraints, task.optimizer)
         world = task.cluster.num_devices
         check_degrees(task.constraints, world, self.batch)
         check_scheme(task.constraints, world, self.batch, task.graph, self.outline.batch.body)
@@ -310,6 +313,11 @@ class Searcher:
         return self.task.cluster.device().kind == "cuda"
 
     @property
+    def sums(self) -> Mode:
+        """How gradients are summed over the data axis."""
+        return Mode(self.task.constraints.compression or "", self.task.constraints.delay or 0)
+
+    @property
     def dtype(self) -> str:
         return {"bf16": "bfloat16", "fp16": "float16"}.get(self.task.precision or "", "float32")
 
@@ -320,7 +328,7 @@ class Searcher:
         seconds = self._optimizer_s / width / (shape.dp if zero != 0 else 1)
         if is_served(self.task.constraints):  # no more than the parts that every way of serving takes
             return Price(shape.num_micro_batches, self._optimizer_s / width / max(1, num_servers(self.task.constraints, shape.dp)))
-        if shape.dp > 1 and (zero == 0 or not self.overlap):
+        if shape.dp > 1 and not self.sums.is_own and (zero == 0 or not self.overlap):
             group = axis_group(shape.axes, "dp")
             bucket, large = BUCKET_BYTES, 2**30
             reduce_s = self.pricer.collective("all_reduce", bucket, group) / bucket * self.width.gradient / width
@@ -361,7 +369,7 @@ class Searcher:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
             self.task.optimizer, self.task.precision, tuple(range(shape.pp)) if self.task.stages is None else self.task.stages.ranks,
-            self.overlap, self.task.constraints.sync or "allreduce", num_servers(self.task.constraints, shape.dp),
+            self.overlap, self.task.constraints.sync or "allreduce", num_servers(self.task.constraints, shape.dp), self.sums,
         )  # fmt: skip
 
     def _storings(self, shape: Shape) -> tuple[Storing, ...]:
@@ -395,7 +403,7 @@ class Searcher:
                 continue
 
             def cut(chosen: Chosen, storing: Storing = storing, below_s: float = fastest_s) -> Result | None:
-                return self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, shape.axes), below_s)
+                return self._cut(shape, storing, Work(self.outline, chooser.local, chosen, storing.recompute, self.step(shape, storing)), below_s)
 
             result = cut(chosen)
             if result is None:
@@ -488,9 +496,7 @@ def _distinct_ranks(cluster: Cluster) -> tuple[int, ...]:
 def too_large(outcome: Outcome, task: Task) -> InfeasibleError:
     """Why nothing fits: the plan that needs least, the kind of memory that fills it, and what would help."""
     least: Result = min(outcome.too_large, key=lambda r: (r.memory.total, r.order))
-    kinds: Mapping[str, int] = {
-        name: getattr(least.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "communication")
-    }
+    kinds: Mapping[str, int] = {name: getattr(least.memory, name) for name in MEMORY_KINDS}
     kind = max(kinds, key=lambda name: kinds[name])
     gib = 1024**3
     over = least.memory.total - least.limit_bytes

@@ -30,11 +30,15 @@ class Memory:
     activations: int = 0
     buffers: int = 0
     communication: int = 0
+    residuals: int = 0  # of compressed gradients
     reserve: int = 0
 
     @property
     def total(self) -> int:
         return sum(getattr(self, f.name) for f in fields(self))
+
+
+MEMORY_KINDS = tuple(f.name for f in fields(Memory) if f.name != "reserve")  # that a plan can change
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class StageLoad:
     deferred: tuple[tuple[str, int], ...]
     tied_bytes: int = 0
     preamble_s: float = 0.0
+    compressed_bytes: int = 0  # of all columns of gradients, where they are compressed
+    num_trained: int = 0  # tensors
 
     @property
     def slot_s(self) -> float:

@@ -190,6 +190,8 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
                 global_rows=rows,
                 sync=plan.sync if plan.sync == "ps" else "allreduce",
                 servers=plan.servers,
+                compression=plan.compression or "",
+                delay=plan.delay,
             )
         )
     return tuple(programs)

@@ -20,6 +20,8 @@ def check_move(old: Plan, new: Plan, executor: Executor, optimizer: torch.optim.
         raise StalePlanError("the plan is for another global batch, precision or placement than the one that runs: plan with the same ones.")
     if (new.sync, old.sync) != ("allreduce", "allreduce"):
         raise UsageError("plans with parameter servers cannot be changed on the way, since the servers hold the state: save, and load under the new plan.")
+    if any(plan.compression or plan.delay for plan in (old, new)) or executor.carried:
+        raise UsageError("residuals and pending sums of compressed or late gradients do not move in place: save, and load under the new plan.")
     if any(parameter.grad is not None for parameter in executor.parameters()):
         raise UsageError("move_to moves weights and optimizer state, not gradients: call zero_grad() before it.")
     if getattr(optimizer, "dense", None):

@@ -47,10 +47,13 @@ def optimizer_class(cls: type[Optimizer], residents: Sequence[Resident], num_sta
     return _gathered(cls, divided) if divided else cls
 
 
-def protect(residents: Iterable[Resident]) -> None:
-    """Let no optimizer step that would take a part of a tensor for the whole, or that lives here where servers update: it raises
+def protect(residents: Iterable[Resident], *, only_one_bit_adam: bool = False) -> None:
+    """Let no optimizer step that would take a part of a tensor for the whole, that lives here where servers update, or that takes the
+    gradients of 1-bit Adam for others: it raises
     UnsupportedOpError instead."""
     for resident in residents:
+        if only_one_bit_adam:
+            resident.tensor.is_for_one_bit_adam = True  # type: ignore[attr-defined]
         if resident.is_divided:
             resident.tensor.is_part = True  # type: ignore[attr-defined]
         if resident.is_served:
@@ -67,6 +70,8 @@ def _refuse_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     cls = type(optimizer)
     if hasattr(optimizer, "served"):
         return  # one of autoplan/served.py
+    if not hasattr(optimizer, "warmup_steps") and any(hasattr(p, "is_for_one_bit_adam") for group in optimizer.param_groups for p in group["params"]):
+        raise UnsupportedOpError(f"this plan compresses the momentum of 1-bit Adam: make the optimizer with pm.optimizer({cls.__name__}, ...).")
     if any(hasattr(p, "is_served") for group in optimizer.param_groups for p in group["params"]):
         raise UnsupportedOpError(
             f"{cls.__name__}(pm.parameters(), ...) would update on every worker, and this plan keeps the optimizer on parameter servers: "

@@ -19,11 +19,12 @@ from autoplan.errors import StalePlanError, UsageError
 from autoplan.evaluation import evaluation_graph
 from autoplan.example import example_batch
 from autoplan.faults import told
-from autoplan.forecast import Measured
+from autoplan.forecast import Forecast, Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.lower import data_shares, lower
 from autoplan.moving import check_move, rests_alike, shapes_source
+from autoplan.onebitadam import one_bit_adam
 from autoplan.optimizers import optimizer_class, protect
 from autoplan.plan import Plan
 from autoplan.precision import cast_batch, check_precision
@@ -33,8 +34,10 @@ from autoplan.schemes import tensor_axes
 from autoplan.served import served_class, worker_class
 from autoplan.shapes import num_rows, shape_key, with_rows
 from autoplan.share import Share, check_data, share_of
+from autoplan.simulate import forecast
 from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder, dense_source, dense_state, without_values
+from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from runtime.executor import Executor
@@ -149,7 +152,7 @@ class ParallelModel:
             self._executor = Executor(
                 program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend
             )
-        protect(self._executor.trainable)
+        protect(self._executor.trainable, only_one_bit_adam=program.compression == "1bit-adam" and self._executor.reducer is not None)
 
     def _for_graph(self, plan: Plan, graph: Graph, batch: Batch) -> Plan:
         """The plan for a graph captured in a precision, where it was made from the same model's graph without one."""
@@ -403,8 +406,16 @@ class ParallelModel:
         parameter servers (autoplan/served.py).
 
         `params`: all parameters, or some of `parameters()` or `named_parameters()`, or groups of them. Every rank calls it. Raises
-        UnsupportedOpError for an optimizer that needs all parameters in one place while they lie on several stages.
+        UnsupportedOpError for an optimizer that needs all parameters in one place while they lie on several stages. Under 1-bit Adam `cls`
+        is Adam or AdamW, and `warmup_steps` an option of it (autoplan/onebitadam.py).
         """
+        reducer = self.executor.reducer
+        if reducer is not None and reducer.codec == "1bit-adam":
+            adam = one_bit_adam(cls)(list(self.parameters() if params is None else params), **options)
+            reducer.momenta = adam
+            return adam
+        if self.plan.compression == "1bit-adam":
+            options.pop("warmup_steps", None)
         made: Any
         if self.plan.sync == "allreduce":
             made = optimizer_class(cls, self.executor.trainable, self.plan.degree("pp"))
@@ -420,6 +431,19 @@ class ParallelModel:
         with told():
             return self.executor.finish()
 
+    def forecast(self, rows: int | None = None) -> Forecast:
+        """What this plan is predicted to take for a global batch of `rows` rows (default: the planned one), from the formulas."""
+        settings, (graph, plan) = self._settings, next(iter(self._ready("forecast")._graphs.values()))
+        cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(_world_size())
+        programs = lower(plan, graph, rows)
+        return forecast(programs, plan, graph, AnalyticPrices(cluster), overlap=cluster.device().kind == "cuda")
+
+    def drain(self) -> bool:
+        """With `delay=1`, after the last batch: add the pending sum to the gradients, as one more `forward_backward` would, without a
+        batch. Whether there was one; an optimizer step then applies it. Every rank calls it."""
+        with told():
+            return self.executor.drain()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients by one factor so that their global norm is at most `max_norm`; returns the norm before."""
         with told():
@@ -432,7 +456,9 @@ class ParallelModel:
         return {name: tensor for name, tensor in self.executor.full_state_dict().items() if name in kept}
 
     def full_grads(self) -> dict[str, torch.Tensor]:
-        """Dense gradients by parameter name, on rank 0; empty elsewhere. Parameters without a gradient are left out."""
+        """Dense gradients by parameter name, on rank 0; empty elsewhere. Parameters without a gradient are left out.
+
+        They are what the next optimizer step applies: with `compression` the sum of what was sent, with `delay` that of the batch before."""
         return self.executor.full_grads()
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path) -> None:

@@ -76,7 +76,8 @@ class Plan:
     the global batch that each data rank takes; () where they are equal. `micro_batch_size` is that of the largest share. `space` lists every axis that was
     searched with its values. `placement`, where modules were pinned, says which stage every operator is on: (first operator of a run
     in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
-    `sync`, `servers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py.
+    `sync`, `servers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py;
+    `compression` and `delay` how (docs/training-modes.md).
     JSON form: autoplan/planfile.py.
     """
 
@@ -107,6 +108,8 @@ class Plan:
     servers: tuple[int, ...] = ()
     staleness: int | None = None
     shares: tuple[int, ...] = ()
+    compression: str | None = None
+    delay: int = 0
     version: int = PLAN_VERSION
     context: str = ""
 

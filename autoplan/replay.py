@@ -22,9 +22,10 @@ push, update and pull alone, but no step is shorter than what the busiest server
     tail = max(send(W') + u + send(W'), push(W) + p u + pull(W) - compute), u seconds to update one server's part,
                                                                                           W' = W, without the own part where all serve
 
-After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets), "tp" (deferred) and tied stages, the optimizer. The step
-ends with the slowest rank. Memory of a rank = states at rest (costmodel/memory.py) + saved activations x micro-batches held, as
-the schedule's own order shows, + transient + buffers + communication buffers.
+After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets; compressed or late: autoplan/datasums.py), "tp" (deferred) and
+tied stages, the optimizer. The step ends with the slowest rank, and not before the late sums of the step before it. Memory of a rank =
+states at rest (costmodel/memory.py) + saved activations x micro-batches held, as the schedule's own order shows, + transient + buffers
++ communication buffers + residuals.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from autoplan.datasums import EXACT, Mode
+from autoplan.datasums import memory as sum_memory
+from autoplan.datasums import parts as data_sums
 from autoplan.forecast import Memory
 from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group
@@ -56,6 +60,7 @@ class Step:
     overlap: bool = True  # transfers run beside compute (GPU copy engines); False on CPUs, whose cores do both
     sync: str = "allreduce"
     num_servers: int = 0  # of the data ranks, where they serve parameters
+    sums: Mode = EXACT  # of gradients over the data axis
 
     def degree(self, axis: str) -> int:
         return degree_of(self.axes, axis)
@@ -68,13 +73,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a stage's actions, and of what follows them."""
+    """Seconds of a stage's actions, of what follows them, and of the late sums of gradients, which run beside the next step."""
 
     forward_s: float
     first_forward_s: float
     backward_s: float
     last_backward_s: float
     tail: tuple[tuple[str, str, float], ...]  # (name, stream, seconds)
+    late: tuple[tuple[str, str, float], ...] = ()
 
     def of(self, action: Action, num_micro_batches: int) -> float:
         if action.kind == "F":
@@ -84,6 +90,10 @@ class Durations:
     @property
     def tail_s(self) -> float:
         return sum(seconds for _, _, seconds in self.tail)
+
+    @property
+    def late_s(self) -> float:
+        return sum(seconds for _, _, seconds in self.late)
 
 
 def stage_widths(load: StageLoad, step: Step) -> Widths:
@@ -101,10 +111,12 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     shards = RankGroup(step.shards, group.stride, group.start, group.concurrent)
     trained = load.trained_elements
     tail: list[tuple[str, str, float]] = []
+    late: tuple[tuple[str, str, float], ...] = ()
+    is_own = step.sums.is_own and dp > 1
     if step.zero and step.shards > 1:
         share = trained / max(1, load.parameter_elements)
         gathers = [pricer.collective("all_gather", unit * width.parameter, shards) for unit in load.units]
-        scatters = [pricer.collective("reduce_scatter", int(unit * share) * width.gradient, shards) for unit in load.units]
+        scatters = [0.0 if is_own else pricer.collective("reduce_scatter", int(unit * share) * width.gradient, shards) for unit in load.units]
         g_all, r_all, g, r = sum(gathers), sum(scatters), max(gathers, default=0.0), max(scatters, default=0.0)
         first_s = _beside(step, first_s, g_all, g)
         last_s = _beside(step, backward_s, r_all, r)
@@ -116,8 +128,12 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         if step.shards < dp:
             replicas = RankGroup(dp // step.shards, group.stride * step.shards, group.start, group.concurrent * step.shards)
             tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
-    elif dp > 1 and step.sync == "allreduce":
+    elif dp > 1 and step.sync == "allreduce" and not is_own:
         tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group)))
+    if is_own:
+        made = data_sums(step.sums, load, width, step.zero, group, pricer)
+        late = tuple(part for part in made if step.sums.delay and (step.overlap or part[1] != "compute"))
+        tail += [part for part in made if part not in late]
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
         total = sum(size for name, size in load.deferred if name == axis) // step.shards  # local shards are summed
         tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device))))
@@ -133,7 +149,7 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     else:
         busy_s = first_s + last_s + (step.num_micro_batches - 1) * (forward_s + backward_s)
         tail += _asynchronous(pricer, group, trained * width.gradient, trained * _rest_width(width), update_s, step.num_servers, busy_s)
-    return Durations(forward_s, first_s, backward_s, last_s, tuple(tail))
+    return Durations(forward_s, first_s, backward_s, last_s, tuple(tail), late)
 
 
 def _rest_width(width: Widths) -> int:
@@ -268,7 +284,7 @@ def held(step: Step, stage: int) -> int:
 def least_step(times: tuple[Durations, ...], step: Step) -> tuple[float, float]:
     """(least seconds of a step, of them idle on its slowest stage): the wait for the first micro-batch and all own work."""
     m, wait_s = step.num_micro_batches, 0.0
-    best = (0.0, 0.0)
+    best = (late_s(times, step), 0.0)
     for time in times:
         own_s = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s) + time.tail_s
         best = max(best, (wait_s + own_s, wait_s))
@@ -294,8 +310,13 @@ def step_seconds(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], ste
 def _played(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
     line = replay(loads, times, step, pricer)
     tails = [sum(time.tail_s for time, own in zip(times, step.stage_ranks, strict=True) if own == rank) for rank in range(len(line.end_s))]
-    step_s = max(end + tail for end, tail in zip(line.end_s, tails, strict=True))
+    step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
     return step_s, max(step_s - busy - tail for busy, tail in zip(line.busy_s, tails, strict=True))
+
+
+def late_s(times: Sequence[Durations], step: Step) -> float:
+    """Seconds of the late sums on the rank that has most."""
+    return max(sum(time.late_s for time, own in zip(times, step.stage_ranks, strict=True) if own == rank) for rank in dict.fromkeys(step.stage_ranks))
 
 
 def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) -> Memory:
@@ -311,7 +332,8 @@ def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) ->
         if step.zero and step.shards > 1:
             parameters, gathered = 0, gathered if step.zero == 3 else parameters
         parameters += width.master * -(-frozen // step.shards)
-    bucket = min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0
+    own = sum_memory(step.sums, load, width, step.zero, step.degree("dp"))
+    bucket = own.communication or (min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0)
     optimizer = kept.optimizer
     if step.num_servers:  # states are on the servers alone
         optimizer -= width.optimizer * (load.trained_elements - -(-load.trained_elements // step.num_servers))
@@ -323,11 +345,12 @@ def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) ->
         bucket = load.trained_elements * (width.gradient + _rest_width(width)) + step.degree("dp") * part * width.gradient
     return Memory(
         parameters=parameters,
-        gradients=kept.gradients,
+        gradients=kept.gradients + int(own.gradients),
         optimizer=optimizer,
         activations=held * load.saved_bytes + load.transient_bytes,
         buffers=load.buffer_bytes,
         communication=gathered + bucket + 2 * received_bytes,
+        residuals=int(own.residuals),
     )
 
 

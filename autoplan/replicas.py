@@ -20,8 +20,8 @@ from autoplan.forecast import Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.price import Pricer, axis_group
-from autoplan.replay import Durations, Step, durations, replay
-from autoplan.simulate import MAX_EVENTS, assemble
+from autoplan.replay import Durations, Step, durations, late_s, replay
+from autoplan.simulate import LATE, MAX_EVENTS, assemble
 from autoplan.workload import load_of
 from costmodel.prices import Prices
 from runtime.program import Program
@@ -100,7 +100,7 @@ def forecast_replicas(
     ranks = range(step.degree("pp"))
     ends = [max(line.end_s[r] for line in lines) for r in ranks]
     tails = [max(sum(t.tail_s for s, t in enumerate(lane.times) if step.stage_ranks[s] == r) for lane in lanes) for r in ranks]
-    step_s = max(end + tail for end, tail in zip(ends, tails, strict=True))
+    step_s = max(*(late_s(lane.times, step) for lane in lanes), *(end + tail for end, tail in zip(ends, tails, strict=True)))
     events = [
         _later(event, ends[rank] - line.end_s[rank])
         for one, line, lane in zip(told, lines, lanes, strict=True)
@@ -153,7 +153,7 @@ def _slowest(times: Sequence[Durations]) -> Durations:
 
 
 def _later(event: Event, seconds: float) -> Event:
-    if event.kind not in ("reduce", "optimizer") or not seconds:
+    if event.kind not in ("reduce", "optimizer") or not seconds or event.name.endswith(LATE):
         return event
     return replace(event, start_s=round(event.start_s + seconds, 9), end_s=round(event.end_s + seconds, 9))
 

@@ -127,12 +127,14 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         space=outcome.space.axes,
         alternatives=alternatives(best, outcome),
         reasons=_reasons(best, outcome),
-        warnings=(*graph.warnings, *_warnings(searcher)),
         context=shape.context,
         placement=graph.runs,
         sync=task.constraints.sync or "allreduce",
         servers=task.constraints.servers or (),
         staleness=task.constraints.staleness,
+        warnings=(*graph.warnings, *_warnings(searcher), *_mode_warnings(searcher, shape.dp)),
+        compression=searcher.sums.compression or None,
+        delay=searcher.sums.delay,
     )
 
 
@@ -199,7 +201,9 @@ def _kind(result: Result) -> tuple:
 def why_lost(result: Result, best: Result) -> str:
     """The reason in one line: memory and its kind, or the part of the time that grew most."""
     if not result.fits:
-        kinds = {name: getattr(result.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "communication")}
+        kinds = {
+            name: getattr(result.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "communication", "residuals")
+        }
         kind = max(kinds, key=lambda name: kinds[name])
         over = result.memory.total - result.limit_bytes
         return f"does not fit: stage {result.fullest} needs {num_bytes(over)} more than the limit, mostly {kind} ({num_bytes(kinds[kind])})"
@@ -241,6 +245,16 @@ def _reasons(best: Result, outcome: Outcome) -> tuple[str, ...]:
         f"the others proved no better by a lower bound; {len(fitting)} meshes and ways of storing fit"
     )
     return tuple(lines)
+
+
+def _mode_warnings(searcher: Searcher, num_replicas: int) -> Iterable[str]:
+    sums = searcher.sums
+    if sums.is_own and num_replicas == 1:
+        yield "compressed or late gradients change nothing here: there is one data rank, and nothing is summed over it"
+    elif sums.compression:
+        yield f"gradients are sent as {sums.compression}: what is not sent stays as a residual and is sent later, so a step's gradients are not the exact ones"
+    if sums.delay and num_replicas > 1:
+        yield "a step leaves the gradients of the step before it (delay 1); the first step leaves none"
 
 
 def _warnings(searcher: Searcher) -> Iterable[str]:

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoplan.arrange import arranged
+from autoplan.datasums import Mode
 from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan, served_by
 from autoplan.price import Pricer, axis_group, precision_left
-from autoplan.replay import Durations, Step, Timeline, by_rank, durations, received_bytes, replay, stage_memory, stage_widths
+from autoplan.replay import Durations, Step, Timeline, by_rank, durations, late_s, received_bytes, replay, stage_memory, stage_widths
 from autoplan.workload import load_of, model_of
 from costmodel.opkey import RankGroup
 from costmodel.prices import Prices
 from runtime.program import Program
 from runtime.traffic import traffic
 
+LATE = " of the step before"  # ends the names of late sums
 MAX_EVENTS = 2000  # kept of a step, so that plan files stay small
 
 
@@ -33,7 +35,7 @@ def assemble(
     times = times or tuple(durations(load, step, pricer) for load in loads)
     line = replay(loads, times, step, pricer)
     tails = [sum(times[s].tail_s for s, r in enumerate(step.stage_ranks) if r == rank) for rank in range(len(line.end_s))]
-    step_s = max(end + tail for end, tail in zip(line.end_s, tails, strict=True))
+    step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
     m, line_of = step.num_micro_batches, axis_group(step.axes, "pp", pricer.device)
     forecasts = []
     for load, time in zip(loads, times, strict=True):
@@ -100,14 +102,21 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
             add("all_gather", "dp", "forward", unit * width.parameter, m if step.zero == 3 else 1)
             if step.zero == 3:
                 add("all_gather", "dp", "backward", unit * width.parameter, m)
-            add("reduce_scatter", "dp", "reduce", int(unit * share) * width.gradient, 1 if step.zero == 1 else m)
-    elif step.degree("dp") > 1 and step.sync == "allreduce":
+            if not step.sums.is_own:
+                add("reduce_scatter", "dp", "reduce", int(unit * share) * width.gradient, 1 if step.zero == 1 else m)
+    elif step.degree("dp") > 1 and step.sync == "allreduce" and not step.sums.is_own:
         total = load.trained_elements * width.gradient
         add("all_reduce", "dp", "reduce", total, 1)
-    elif step.degree("dp") > 1:
+    elif step.degree("dp") > 1 and step.sync != "allreduce":
         weights = load.trained_elements * (width.master or width.parameter)
         add("push", "dp", "reduce", load.trained_elements * width.gradient, 1)
         add("pull", "dp", "update", weights, 1)
+    if step.sums.compression and step.degree("dp") > 1:
+        add("all_to_all", "dp", "reduce", load.compressed_bytes * step.degree("dp"), 1)
+        if not step.zero:
+            add("all_gather", "dp", "reduce", load.compressed_bytes, 1)
+    elif step.sums.is_own and step.degree("dp") > 1:
+        add("reduce_scatter" if step.zero else "all_reduce", "dp", "reduce", load.trained_elements * width.gradient, 1)
     for axis, num_bytes in load.deferred:
         add("all_reduce", axis, "reduce", num_bytes // step.shards, 1)
     if load.tied_bytes and len(step.stage_ranks) > 1:
@@ -129,6 +138,10 @@ def _events(line: Timeline, times: tuple[Durations, ...], step: Step, ranks: Ran
         events.append(Event(first + step.stage_ranks[src] * stride, "pp", f"send {kind} {src}>{dst}.{k}", "transfer", round(start, 9), round(end, 9), src, k))
     for stage, time in enumerate(times):
         rank = step.stage_ranks[stage]
+        at = 0.0
+        for name, stream, seconds in time.late:
+            events.append(Event(rank * stride, stream, name + LATE, "reduce", round(at, 9), round(at + seconds, 9), stage))
+            at += seconds
         at = line.end_s[rank]
         for name, stream, seconds in time.tail:
             kind = "optimizer" if name == "optimizer" else "reduce"
@@ -154,7 +167,7 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     classes = replicas(first, devices) if plan.sync == "allreduce" else ()
     step = Step(
         plan.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks,
-        overlap, plan.sync, len(served_by(plan)),
+        overlap, plan.sync, len(served_by(plan)), Mode(first.compression, first.delay),
     )  # fmt: skip
     model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision)
     if plan.sync == "allreduce" and (len(classes) > 1 or len(set(devices)) > 1):

@@ -129,7 +129,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
 def storings(constraints: Constraints) -> tuple[Storing, ...]:
     """The ways of saving memory that the constraints leave."""
     free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
-    free = (0,) if is_served(constraints) else free  # servers keep states
+    free = (0,) if is_served(constraints) or constraints.compression == "1bit-adam" else free  # servers keep states; every rank needs whole momenta
     zeros = (constraints.zero,) if constraints.zero is not None else free
     recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
     return tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)

@@ -15,15 +15,18 @@ import numpy as np
 
 from autoplan.blockprices import data_uses
 from autoplan.choose import Chosen, Outline
+from autoplan.datasums import element_bytes
 from autoplan.gridprices import weight_parts
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.localcontext import LocalContext, context_exchanges, resting_bytes
-from autoplan.price import LocalGraph, axis_group
+from autoplan.price import LocalGraph, axis_group, cut, itemsize
 from autoplan.problem import BlockPoint
 from autoplan.replay import Step
 from autoplan.schemes import ROLES, feature_axes, row_axes
 from costmodel.memory import Widths
+from runtime.quantiser import CODECS
+from runtime.stripes import layout
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class BlockLoad:
     data: tuple[Traffic, ...]
     data_s: tuple[float, float]  # forward, backward
     deferred: tuple[tuple[str, int], ...] = ()
+    compressed_bytes: int = 0  # of all columns of its gradients, where they are compressed
 
     @property
     def slot_s(self) -> float:
@@ -55,10 +59,10 @@ class BlockLoad:
 class Work:
     """All blocks of a model under one choice."""
 
-    def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str, axes: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str, step: Step) -> None:
         self.outline = outline
-        self.axes = axes
-        self.feature_axis = (*(name for name, _ in feature_axes(axes)), "tp")[0]
+        self.step, self.axes = step, step.axes
+        self.feature_axis = (*(name for name, _ in feature_axes(step.axes)), "tp")[0]
         self.local = local
         self.contexts = tuple(context for context in local.contexts if isinstance(context, LocalContext))
         self.chosen = chosen
@@ -87,7 +91,17 @@ class Work:
             found = context_exchanges(self.local, context, indices, given)
             moved, data_s = (*moved, *found.traffic), (data_s[0] + found.forward_s, data_s[1] + found.backward_s)
             deferred = (*deferred, (context.name, resting_bytes(context, self.local, point.rests)))
-        return BlockLoad(point, size(kept.items()), size(leaves), recomputed, moved, data_s, deferred)
+        sent = self._compressed_bytes(point, self.step.degree("dp"))
+        return BlockLoad(point, size(kept.items()), size(leaves), recomputed, moved, data_s, deferred, sent)
+
+    def _compressed_bytes(self, point: BlockPoint, num_ranks: int) -> int:
+        compression, graph = self.step.sums.compression, self.outline.graph
+        if not compression or num_ranks == 1:
+            return 0
+        rests = {name: rest for name, rest in point.rests.items() if graph.values[name].requires_grad}
+        shapes = [cut(graph.values[name].spec.shape, rest, self.local.degree) for name, rest in rests.items()]
+        widths = [max(4, itemsize(graph.at_rest(name))) for name in rests]
+        return layout(CODECS[compression], shapes, widths, num_ranks, zero=self.step.zero).total_bytes
 
     def _bytes(self, name: str, layout: object) -> int:
         return self.local.num_bytes(name) // (self.local.degree if isinstance(layout, Split) else 1)
@@ -118,12 +132,14 @@ class Work:
             + width.gradient / (n if zero >= 2 else 1)
             + (width.master + width.optimizer) / (n if zero >= 1 else 1)
             + shard
+            + element_bytes(step.sums, width, step.zero, step.degree("dp"))
         )
         largest = max(b.point.parameter_elements for b in self.blocks) * width.parameter if zero == 3 else 0
         bucket = BUCKET_BYTES * (step.degree("dp") if step.sync == "ps" else 1) if zero == 0 and step.degree("dp") > 1 else 0
         received = 2 * max(b.leave_bytes for b in self.blocks) if step.degree("pp") > 1 else 0
         fixed = largest + bucket + received + max(b.transient_bytes for b in self.blocks) + self.buffer_bytes(0, len(self.outline.graph.blocks))
-        rest = trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed
+        wires = 2 * _spans([b.compressed_bytes for b in self.blocks])
+        rest = wires + trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed
         stages, m = step.degree("pp"), step.num_micro_batches
         held = [m if step.schedule == "gpipe" else min(stages - j, m) for j in range(stages)]
         return [rest + count * saved <= limit_bytes for count in held]
@@ -182,6 +198,8 @@ class Work:
             traffic=tuple(traffic),
             deferred=tuple(deferred),
             tied_bytes=self._tied_bytes(start, stop),
+            compressed_bytes=sum(b.compressed_bytes for b in blocks),
+            num_trained=sum(self.outline.graph.values[name].requires_grad for b in blocks for name in b.point.rests),
         )
 
     def _sends(self, index: int, starts: tuple[int, ...]) -> tuple[Send, ...]:

@@ -80,7 +80,7 @@ def _forecast_best(
 
 def _plan(draft: Draft, reference: Searcher, plan_of: Callable[[Result, Searcher, Outcome], Plan]) -> Plan:
     shape, storing = draft.shape, draft.storing
-    work = Work(reference.outline, reference._chooser(shape).local, draft.chosen, storing.recompute, shape.axes)
+    work = Work(reference.outline, reference._chooser(shape).local, draft.chosen, storing.recompute, reference.step(shape, storing))
     result = reference.result(shape, storing, work, draft.starts)
     even = draft.shares == row_shares(reference.batch, shape.dp)
     largest = -(-max(draft.shares) // shape.num_micro_batches)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.blockprices import VIEWS
@@ -30,6 +30,7 @@ from runtime.call import dtype_of
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
+from runtime.stripes import program_layout
 from runtime.traffic import gathered_uses
 
 # Collectives of the passes: instruction -> (forward, backward).
@@ -326,6 +327,8 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
         deferred=tuple((a, elements[s.name] * dtype_of(s.at_rest).itemsize) for s in trained for a in s.partial if a != "dp"),
         tied_bytes=sum(elements[s.name] * dtype_of(s.at_rest).itemsize for s in trained if len(s.stages) > 1),
         preamble_s=_preamble_s(program, graph, pricer, stage, body),
+        num_trained=len(trained),
+        compressed_bytes=program_layout(replace(program, stages=(stage,))).total_bytes if program.compression and reader.degrees.get("dp", 1) > 1 else 0,
     )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ def save(
     stage_ranks: tuple[int, ...],
     progress: Progress,
     optimizer: torch.optim.Optimizer | None = None,
+    carried: Iterable[tuple[str, torch.Tensor]] = (),
     *,
     wait: bool = True,
 ) -> Saving:
     """Write a checkpoint. All ranks call it; with `wait` it is in place when they return, else once `Saving.wait` has returned on all.
 
+    `carried`: further dense tensors that this rank has to write, by name (runtime/carry.py).
     Without `wait` the first rank of each stage holds a dense copy of the stage on the CPU until it is written.
     Raises CheckpointError, on every rank, for optimizer state that is neither of its parameter's shape nor a scalar, and for files
     that cannot be written.
@@ -70,16 +72,27 @@ def save(
         "groups": _hyperparameters(optimizer),
     }
     kept: list[tuple[str, torch.Tensor]] = []
+    more = [(name, dense.to("cpu", copy=True).contiguous()) for name, dense in carried]
+    num_stages, is_carried = mesh.axis("pp").size, any(mesh.guard.exchange("carries" if more else None, f"saving {path}", mesh.timeout_s))
+
+    def carry() -> None:
+        if is_carried:
+            own = Writer(scratch, num_stages + mesh.rank)
+            own.write(more)
+            own.end({})
 
     def work() -> None:
+        carry()
         if is_writer:
             writer.write(kept or tensors)
             writer.end(scalars)
         if mesh.rank == 0:
-            finish(path, mesh.axis("pp").size, index, mesh.timeout_s)
+            finish(path, num_stages + (mesh.world_size if is_carried else 0), index, mesh.timeout_s)
 
     def gather() -> None:
         kept.extend(tensors)
+        if wait:
+            carry()
 
     if not wait:
         together(mesh, gather, f"saving {path}")
@@ -221,18 +234,24 @@ class Reader:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{name!r} cannot be read from {self.path / entry['file']}: {error}") from error
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A dense tensor that is in the index."""
+        found = self.get(name)
+        assert found is not None, name
+        return found
+
     def state_of(self, fqn: str) -> dict[str, str]:
         """State keys of a parameter, with the names under which they are kept."""
         prefix = f"{fqn}::"
         return {name.removeprefix(prefix): name for name in (*self.tensors, *self.scalars) if name.startswith(prefix)}
 
 
-def load(path: str | os.PathLike, residents: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None = None) -> Progress:
+def load(reader: Reader, residents: tuple[Resident, ...], optimizer: torch.optim.Optimizer | None = None) -> Progress:
     """Read a checkpoint into the tensors at rest and the optimizer's state, cut as they lie here.
 
     Raises CheckpointError, before anything is changed, where it is damaged, of another model, or without the state asked for.
     """
-    reader = Reader(path)
+    path = reader.path
     values: list[tuple[Resident, torch.Tensor]] = []
     states: list[tuple[Resident, torch.Tensor, dict[str, Any]]] = []
     if optimizer is not None and reader.groups is None:

@@ -16,6 +16,7 @@ from runtime import checkpoint
 from runtime.action import Schedule
 from runtime.batch import gather_rows
 from runtime.bodies import compile_bodies
+from runtime.carry import restored, written
 from runtime.compile import compile_block
 from runtime.errors import BatchError, CommunicationError, ScheduleError, StageError
 from runtime.finite import not_finite, suspicion
@@ -26,7 +27,8 @@ from runtime.parameter_server import MakeOptimizer
 from runtime.partition import servers_of
 from runtime.program import Program
 from runtime.random import RandomState
-from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_tied
+from runtime.reducer import Reducer
+from runtime.reduction import Summand, all_reduce_bucket, reduce_over_axes, sum_over_axes, sum_tied
 from runtime.run import Code, Run
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -34,6 +36,7 @@ from runtime.schedule import forward_only, schedule
 from runtime.servers import Servers
 from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, constants, materialise
+from runtime.stripes import reduces_itself
 from runtime.traffic import with_gradients
 from runtime.workers import Worker
 
@@ -72,14 +75,17 @@ class Executor:
         self._saving: Saving | None = None
         self._backend = backend
         self._codes: list[Code] = []
-        is_split, served_by = program.schedule in ("zb", "zbv"), servers_of(program)
+        is_split, served_by, is_own = program.schedule in ("zb", "zbv"), servers_of(program), reduces_itself(program)
         self.storages: dict[int, Storage] = {
-            s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by)) for s in program.stages
+            s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by), keeps_whole_grads=is_own)
+            for s in program.stages
         }
         self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
         self.servers = Servers(self.trainable, served_by, mesh) if program.sync == "ps" else None
         self.worker = Worker(self.trainable, served_by, program.staleness, mesh) if program.sync == "async" else None
         self._own = mesh if self.worker is None else alone(mesh)  # the ranks that step together
+        self.reducer = Reducer(program, self.storages, mesh) if is_own else None
+        self.carried: list[tuple[Resident, torch.Tensor]] = []  # to be added to the gradients of the next step
         self.rebind(program, dense)
 
     def rebind(self, program: Program, dense: Dense | None = None) -> None:
@@ -158,13 +164,10 @@ class Executor:
             run.run()
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
                 self._reshard()
-                reduce_over_axes(self.trainable, self._at)
-                sum_tied(self.trainable, self.program.stage_ranks, self._at)
-                if self.servers is not None:
-                    self.servers.push()
-                loss, is_suspect = self._told(run, suspicion(self.trainable, self.mesh.device))
-                faults = not_finite(self.trainable, self._at) if is_suspect else ()
-                self._finish(run, kept_grads, loss, faults)
+                grads = self._completed()
+                loss, is_suspect = self._told(run, suspicion(grads.values(), self.mesh.device))
+                faults = not_finite(((r.stored.fqn, grad) for r, grad in grads.items()), self._at) if is_suspect else ()
+                self._finish(run, kept_grads, grads, loss, faults)
             self.num_steps += 1
             guard.is_new, guard.patience_s = False, max(guard.patience_s, 5 * (time.monotonic() - start_s))
             self.mesh.recorder.phase = "between steps"
@@ -174,7 +177,43 @@ class Executor:
         """The first step with torch.compile waits for the compiler, a process of its own: whoever is in it is not stuck."""
         return self.mesh.guard.waiting() if self._backend is not None and self.mesh.guard.is_new else nullcontext()
 
-    def _finish(self, run: Run, kept_grads: list[tuple[Resident, torch.Tensor]], loss: torch.Tensor, faults: tuple[str, ...]) -> None:
+    def _completed(self) -> dict[Resident, torch.Tensor]:
+        """The gradients of this rank as plain tensors, their sums made; those over the data axis not where the reducer makes them."""
+        if self.reducer is None:
+            reduce_over_axes(self.trainable, self._at)
+            sum_tied(self.trainable, self.program.stage_ranks, self._at)
+            if self.servers is not None:
+                self.servers.push()
+            return {r: r.local(r.tensor.grad) for r in self.trainable if r.tensor.grad is not None}
+        grads = {r: grad for storage in self.storages.values() for r, grad in storage.take_grads().items()}
+        sum_over_axes([Summand(grad, tuple(axis for axis in r.stored.partial if axis != "dp")) for r, grad in grads.items()], self.mesh)
+        return grads
+
+    def _deliver(self, sums: list[tuple[Resident, torch.Tensor]]) -> None:
+        """Let sums over the data axis be the gradients."""
+        for resident, total in sums:
+            resident.tensor.grad = resident.like(total)
+        if sums:
+            sum_tied(self.trainable, self.program.stage_ranks, self.mesh)
+
+    def drain(self) -> bool:
+        """Add to the gradients what is pending, as one more step would, but compute nothing. Whether there was anything. All ranks call it."""
+        with self._guarded(), torch.no_grad():
+            sums = self.reducer.drain() if self.reducer is not None else []
+            kept = [(r, r.tensor.grad) for r in self.trainable if sums and r.tensor.grad is not None]
+            for resident, _ in kept:
+                resident.tensor.grad = None
+            self._deliver(sums)
+            self._add(kept)
+            return bool(sums)
+
+    def _add(self, grads: list[tuple[Resident, torch.Tensor]]) -> None:
+        for resident, grad in grads:
+            resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
+
+    def _finish(
+        self, run: Run, kept_grads: list[tuple[Resident, torch.Tensor]], grads: dict[Resident, torch.Tensor], loss: torch.Tensor, faults: tuple[str, ...]
+    ) -> None:
         """Take the step's gradients and buffers over, or leave them out. `faults`: parameters whose gradient is not finite."""
         self.step_was_skipped = bool(faults) or not bool(torch.isfinite(loss))
         if self.step_was_skipped:
@@ -184,11 +223,13 @@ class Executor:
             self._report(loss, faults)
         else:
             if run.loss_factor != 1.0:
-                for resident in self.trainable:
-                    if resident.tensor.grad is not None:
-                        resident.local(resident.tensor.grad).mul_(1.0 / run.loss_factor)
-            for resident, grad in kept_grads:
-                resident.tensor.grad = grad if resident.tensor.grad is None else grad + resident.tensor.grad
+                for grad in grads.values():
+                    grad.mul_(1.0 / run.loss_factor)
+            if self.reducer is not None:
+                self._deliver(self.reducer.reduce(grads))
+            self._add(kept_grads)
+            self._add(self.carried)
+            self.carried = []
             self._write_buffers(run.updates)
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(not self.step_was_skipped)
@@ -304,7 +345,9 @@ class Executor:
         self.finish_saving()
         self._settle()
         progress = checkpoint.Progress(self.num_steps, self.loss_scale)
-        self._saving = checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, progress, optimizer, wait=wait)
+        with torch.no_grad():
+            carried = written(self.reducer, self.carried, self.mesh)
+            self._saving = checkpoint.save(path, self.residents, self.mesh, self.program.stage_ranks, progress, optimizer, carried, wait=wait)
         return self._saving
 
     def finish_saving(self) -> None:
@@ -321,7 +364,10 @@ class Executor:
     def load(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint. Raises CheckpointError before anything is changed."""
         self.finish_saving()
-        progress = checkpoint.load(path, self.residents, optimizer)
+        reader = checkpoint.Reader(path)
+        progress = checkpoint.load(reader, self.residents, optimizer)
+        with torch.no_grad():
+            self.carried = restored(self.reducer, self.residents, reader.tensors, reader.tensor, self.mesh)
         self.num_steps = progress.num_steps
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale

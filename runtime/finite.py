@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 
 from runtime.mesh import Mesh
-from runtime.storage import Resident
 
 
-def suspicion(residents: Iterable[Resident], device: torch.device) -> torch.Tensor:
+def suspicion(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A float64 scalar: 0 where the gradients here are finite, 1 where they may not be."""
-    sums = [_real(r.local(r.tensor.grad)).sum().double() for r in residents if r.tensor.grad is not None]
+    sums = [_real(grad).sum().double() for grad in grads]
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     return (~torch.isfinite(total)).double()
 
 
-def not_finite(residents: Iterable[Resident], mesh: Mesh) -> tuple[str, ...]:
-    """Names of parameters, anywhere in the job, whose gradient is not finite. All ranks call it."""
-    own = [r.stored.fqn for r in residents if r.tensor.grad is not None and not bool(torch.isfinite(r.local(r.tensor.grad)).all())]
+def not_finite(grads: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> tuple[str, ...]:
+    """Names of parameters, anywhere in the job, whose gradient is not finite; `grads` by name. All ranks call it."""
+    own = [name for name, grad in grads if not bool(torch.isfinite(grad).all())]
     told: list[list[str]] = [own]
     if mesh.world_size > 1:
         told = [[] for _ in range(mesh.world_size)]

@@ -71,6 +71,23 @@ def shard(module: nn.Module, mesh: Mesh, *, zero: int, read_dtype: torch.dtype |
     return module
 
 
+def take_whole_grads(module: FSDPModule) -> dict[torch.Tensor, torch.Tensor]:
+    """Parameter at rest -> what backward passes without a reduction have added up for the whole of it; none is left here."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                grad = parameter.unsharded_accumulated_grad
+                grad = grad if grad is not None or whole is None else whole.grad
+                parameter.unsharded_accumulated_grad = None
+                if whole is not None:
+                    whole.grad = None
+                if grad is not None:
+                    found[parameter.sharded_param] = grad
+    return found
+
+
 def chain_prefetch(forward: Sequence[FSDPModule], backward: Sequence[FSDPModule]) -> None:
     """Each group of `forward` gathers the next one ahead, each of `backward` (in forward order) the one before it."""
     for module, following in itertools.pairwise(forward):

@@ -146,6 +146,16 @@ def build_mesh(
     return Mesh(made, device, recorder, guard, rank, world_size, timeout_s, channels, _device_mesh((replicas, shards), device), shards, replicas)
 
 
+def twin_axis(mesh: Mesh, name: str) -> Axis:
+    """The axis again, with a process group of its own: for communication beside that of the step. All ranks of the job call it."""
+    axis = mesh.axis(name)
+    if axis.size == 1:
+        return axis
+    ids = torch.arange(mesh.world_size).reshape([a.size for a in mesh.axes.values()])
+    lines = ids.movedim(list(mesh.axes).index(name), -1).reshape(-1, axis.size).tolist()
+    return replace(axis, group=_new_group(lines, mesh.timeout_s))
+
+
 def _new_group(lines: list[list[int]], timeout_s: float) -> Any:
     if len(lines[0]) == 1:
         return None

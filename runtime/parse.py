@@ -211,7 +211,13 @@ class _Parser:
         line.field("zero_group")
         zero_group = line.optional()
         line.field("rows")
-        rows = line.integer()
+        rows, compression, delay = line.integer(), "", 0
+        if line.accept("compression"):
+            line.expect("=")
+            compression = line.string()
+        if line.accept("delay"):
+            line.expect("=")
+            delay = line.integer()
         sync, servers, staleness = self.sync()
         line, micro_batches, own = self.line("micro_batches"), [], []
         while line.peek():
@@ -235,7 +241,7 @@ class _Parser:
             raise self.lines[self.at].fail("a stage")
         return Program(
             tuple(axes), num_stages, stage_ranks, tuple(stages), schedule, tuple(micro_batches), preamble, feeds, preamble_rows, zero, zero_group, rows,
-            sync, servers, staleness,
+            sync, servers, staleness, compression, delay,
         )  # fmt: skip
 
     def sync(self) -> tuple[str, tuple[int, ...], int | None]:

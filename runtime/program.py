@@ -16,6 +16,7 @@ Mesh axes are named "pp", "dp", "tp" (more may follow); rank = row-major index i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +63,13 @@ class Stored:
     def at_rest(self) -> str:
         """The dtype in which the tensor is kept."""
         return self.master or self.spec.dtype
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape that is left after `chunks` on axes of these sizes, before ZeRO."""
+        shape = list(self.spec.shape)
+        for chunk in self.chunks:
+            shape[chunk.dim] //= sizes.get(chunk.axis, 1)
+        return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,8 @@ class Program:
 
     `sync` says who sums gradients over the data axis: "allreduce", or parameter servers ("ps", "async": runtime/servers.py)
     on the data ranks `servers` ((): all of them). `staleness` bounds how many steps a worker may be ahead; None: no bound.
+    `compression`: how gradients are sent over the data axis, a name in runtime/quantiser.py ("": as they are); `delay`: a step
+    leaves the gradients of the step so many before it (0 or 1).
     """
 
     axes: tuple[tuple[str, int], ...]  # (("pp", 2), ("dp", 2), ("tp", 2))
@@ -159,6 +169,8 @@ class Program:
     sync: str = "allreduce"
     servers: tuple[int, ...] = ()
     staleness: int | None = None
+    compression: str = ""
+    delay: int = 0
 
     @property
     def num_micro_batches(self) -> int:

@@ -93,6 +93,7 @@ class Recorder:
     micro_batch: int = -1
     last: tuple[int, int] = (-1, -1)  # stage and micro-batch of the last action that had them
     moves: int = 0  # grows with all that begins or ends
+    _began: Any = None
     _sent: list[tuple[Any, ...]] = field(default_factory=list)  # intervals whose times are marks
     _ran: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -100,6 +101,7 @@ class Recorder:
         """Forget everything: a new step begins."""
         self._sent.clear()
         self._ran.clear()
+        self._began = self.clock.mark()
         self.phase, self.stage, self.micro_batch = "forward", -1, -1
         self.last = (-1, -1)
         self.moves += 1
@@ -112,6 +114,14 @@ class Recorder:
         """A collective or send that began at the mark `start` and ends now."""
         self.moves += 1
         self._sent.append((kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, start, self.clock.mark()))
+
+    def absorb(self, other: Recorder) -> None:
+        """Take over what another recorder saw: work beside this step. What began before the step counts from its beginning (CPU clock)."""
+        for *entry, start, end in other._sent:
+            if self._began is not None and isinstance(self.clock, CpuClock):
+                start, end = max(start, self._began), max(end, self._began)
+            self._sent.append((*entry, start, end))
+        other._sent.clear()
 
     @contextmanager
     def action(self, kind: str, phase: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:

@@ -5,11 +5,13 @@
                        so that the copies stay equal bit for bit
 
 Under ZeRO the data axis is FSDP2's and only local shards are summed here; parameter servers (runtime/servers.py) have it too.
+Compressed and late sums over the data axis: runtime/reducer.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,24 +30,36 @@ def deferred_axes(resident: Resident) -> tuple[str, ...]:
     return tuple(name for name in resident.stored.partial if not ((resident.is_sharded or resident.is_served) and name == "dp"))
 
 
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A local gradient, and the axes over which it is a partial sum."""
+
+    grad: torch.Tensor
+    axes: tuple[str, ...]
+
+
 def reduce_over_axes(residents: tuple[Resident, ...], mesh: Mesh) -> None:
     """Complete the gradients over mesh axes, in place."""
-    for axis, grads in axis_buckets(residents, mesh):
+    sum_over_axes([Summand(r.local(r.tensor.grad), deferred_axes(r)) for r in residents if r.tensor.grad is not None], mesh)
+
+
+def sum_over_axes(summands: Sequence[Summand], mesh: Mesh) -> None:
+    """Complete partial sums in place, all ranks in the same order."""
+    for axis, grads in axis_buckets(summands, mesh):
         all_reduce_bucket(grads, axis)
 
 
-def axis_buckets(residents: tuple[Resident, ...], mesh: Mesh) -> Iterator[tuple[Axis, list[torch.Tensor]]]:
+def axis_buckets(summands: Sequence[Summand], mesh: Mesh) -> Iterator[tuple[Axis, list[torch.Tensor]]]:
     """The gradients that are summed together, in the order in which the sums are made."""
-    keys = sorted({(place, name) for r in residents for place, name in enumerate(deferred_axes(r))})
+    keys = sorted({(place, name) for summand in summands for place, name in enumerate(summand.axes)})
     for place, name in keys:
         axis = mesh.axis(name)
         if axis.size == 1:
             continue
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for r in residents:
-            grad = r.tensor.grad
-            if grad is not None and deferred_axes(r)[place : place + 1] == (name,):
-                by_dtype.setdefault(grad.dtype, []).append(r.local(grad))
+        for summand in summands:
+            if summand.axes[place : place + 1] == (name,):
+                by_dtype.setdefault(summand.grad.dtype, []).append(summand.grad)
         for grads in by_dtype.values():
             for bucket in buckets(grads):
                 yield axis, bucket

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from runtime.call import dtype_name, dtype_of
 from runtime.collective import Part, raw_all_gather
 from runtime.flow import flow, has_backward, users
-from runtime.fsdp import chain_prefetch, shard
+from runtime.fsdp import chain_prefetch, shard, take_whole_grads
 from runtime.mesh import Mesh
 from runtime.module import Holder, StageModule
 from runtime.program import Chunk, StageCode, Stored
@@ -129,6 +129,7 @@ class Storage:
     residents: tuple[Resident, ...]
     zero: int
     later: WeightGrads | None  # of split backward passes
+    keeps_whole_grads: bool = False  # FSDP2 reduces none: runtime/reducer.py does
 
     def before_backward(self, *, is_first: bool, is_last: bool) -> None:
         """Tell FSDP2 which of a step's backward passes comes: gradients are reduced every time, under ZeRO-1 only in the last;
@@ -137,7 +138,8 @@ class Storage:
             return
         is_last = is_last and self.later is None  # a split backward pass ends with `finish_backward`
         for module in self.fsdp_modules:
-            module.set_requires_gradient_sync(is_last or (self.zero > 1 and self.later is None), recurse=False)
+            syncs = not self.keeps_whole_grads and (is_last or (self.zero > 1 and self.later is None))
+            module.set_requires_gradient_sync(syncs, recurse=False)
             module.set_reshard_after_backward(is_last or (self.zero > 2 and self.later is None), recurse=False)
         root = self.module
         assert isinstance(root, FSDPModule)
@@ -159,7 +161,7 @@ class Storage:
             return
         root = self.module
         assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(True)
+        root.set_requires_gradient_sync(not self.keeps_whole_grads)
         root.set_reshard_after_backward(True)
         root.set_is_last_backward(True)
         for group in self._groups():
@@ -185,6 +187,17 @@ class Storage:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
+    def take_grads(self) -> dict[Resident, torch.Tensor]:
+        """The whole local gradients of the parameters that have one, shaped as `local_shape`; none is left here."""
+        if not self.zero:
+            found = {r: r.tensor.grad for r in self.residents if r.tensor.grad is not None}
+            for resident in found:
+                resident.tensor.grad = None
+            return found
+        assert isinstance(self.module, FSDPModule)
+        whole = take_whole_grads(self.module)
+        return {r: whole[r.tensor].reshape(local_shape(r.stored, r.mesh)) for r in self.residents if r.tensor in whole}
+
     def _groups(self) -> Iterator[Any]:
         root = self.module
         assert isinstance(root, FSDPModule)
@@ -192,13 +205,22 @@ class Storage:
             yield from each._fsdp_param_groups
 
 
-def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_split_backward: bool = False, is_served: bool = False) -> Storage:
+def materialise(
+    stage: StageCode,
+    dense: Dense,
+    mesh: Mesh,
+    *,
+    zero: int,
+    is_split_backward: bool = False,
+    is_served: bool = False,
+    keeps_whole_grads: bool = False,
+) -> Storage:
     """A stage's tensors, cut from the dense ones and placed.
 
     `dense(fqn)` gives the dense tensor; it is called once for each tensor and only this rank's part is kept, which has no values yet
     (NaN) where that tensor is on the meta device. Groups of FSDP2
     are a block each, and the stage for parameters that several blocks use; with `is_split_backward` everything is one group
-    (nested groups give wrong gradients where a backward pass is split in two).
+    (nested groups give wrong gradients where a backward pass is split in two). `keeps_whole_grads`: see Storage.
 
     Raises ValueError where a dense tensor is not of the shape and dtype that the program says.
     """
@@ -220,7 +242,7 @@ def materialise(stage: StageCode, dense: Dense, mesh: Mesh, *, zero: int, is_spl
     if zero:
         _shard(stage, module, mesh, zero, is_split_backward=is_split_backward)
     residents = tuple(Resident(s, stage.index, holder(s.name).kept(s.name), mesh, zero > 0 and s.kind == "parameter", is_served) for s in state)
-    return Storage(module, residents, zero, WeightGrads() if is_split_backward else None)
+    return Storage(module, residents, zero, WeightGrads() if is_split_backward else None, keeps_whole_grads)
 
 
 def _real(local: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,7 @@ from runtime.flow import Flow, flow
 from runtime.instr import Arg, Dtype, Instr, Other, Ref, TensorSpec
 from runtime.program import BlockCode, Feed, Program, StageCode, Stored, Transfer
 from runtime.schedule import schedule
+from runtime.stripes import reduces_itself
 from runtime.traffic import backward_uses, body_specs, forward_uses, fsdp_groups, gradient_passes, is_split_backward, sharding
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-/]+")
@@ -82,7 +83,9 @@ def _optional(value: object) -> str:
 def _program(p: Program) -> Iterator[str]:
     yield "program 1"
     yield "axes " + " ".join(f"{axis}={size}" for axis, size in p.axes)
-    yield (f"stages {p.num_stages} ranks={words(p.stage_ranks)} schedule={p.schedule} zero={p.zero} zero_group={_optional(p.zero_group)} rows={p.global_rows}")
+    stages = f"stages {p.num_stages} ranks={words(p.stage_ranks)} schedule={p.schedule} zero={p.zero}"
+    mode = f"{f' compression={json.dumps(p.compression)}' if p.compression else ''}{f' delay={p.delay}' if p.delay else ''}"
+    yield f"{stages} zero_group={_optional(p.zero_group)} rows={p.global_rows}{mode}"
     if p.sync != "allreduce":
         yield f"sync {p.sync} servers={words(p.servers)} staleness={_optional(p.staleness)}"
     yield "micro_batches " + " | ".join(" ".join(f"{m.start}:{m.stop}" for m in own) for own in p.micro_batches)
@@ -123,7 +126,7 @@ def _once_a_step(p: Program, s: StageCode) -> Iterator[str]:
         often = p.zero == 3 and not is_split_backward(p)
         passes = "the first forward" if not often else "each forward and backward" if group.has_backward else "each forward"
         yield f"fsdp {owner}: all_gather over dp, {group.weight_bytes} bytes, before {passes}"
-        if group.grad_bytes:
+        if group.grad_bytes and not reduces_itself(p):
             when = "the last backward" if p.zero == 1 or is_split_backward(p) else "each backward"
             yield f"fsdp {owner}: reduce_scatter over dp, {group.grad_bytes} bytes, after {when}"
     arrives = flow(s, s.bodies[0]).arrives

@@ -26,6 +26,12 @@ FSDP2 over p ranks, for each group of w (padded) weight bytes and g bytes of tho
     ZeRO-2   forward 1 all_gather w,                          m reduce_scatter g
     ZeRO-1   forward 1 all_gather w,                          1 reduce_scatter g
     any, where the schedule splits the backward pass: as ZeRO-1
+    any, where the runtime reduces itself (runtime/reducer.py): no reduce_scatter here
+
+Sums over the data axis that the runtime makes itself, once a step: with B the bytes of all columns (runtime/stripes.py)
+
+    compressed     1 all_to_all p B; ZeRO-0 also 1 all_gather B
+    late, exact    all_reduces in buckets; under ZeRO reduce_scatters of padded rows in buckets
 
 Parameter servers (runtime/partition.py), W bytes of gradients, p workers, s servers: push W and pull W; a server push_in and
 pull_out p W / s each (asynchronous servers are no part of a worker's step). Pulls belong to the optimizer's step, in the phase "update".
@@ -47,6 +53,7 @@ from runtime.program import BlockCode, Body, Program, StageCode, Stored
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
 from runtime.sharded.gathered import streamed
+from runtime.stripes import program_layout, reduced, reduces_itself, row_range
 from runtime.window_traffic import WINDOWED, exchanged_rows
 
 Move = tuple[str, str, str, int]  # kind, axis, phase, bytes
@@ -261,21 +268,13 @@ def _vocabulary_uses(instr: Instr, specs: Mapping[str, TensorSpec], axis: str) -
 
 def body_specs(stage: StageCode, body: Body, sizes: Mapping[str, int]) -> dict[str, TensorSpec]:
     """Local specs of everything that a body reads or makes."""
-    specs = {stored.name: replace(stored.spec, shape=local_shape(stored, sizes)) for stored in stage.stored}
+    specs = {stored.name: replace(stored.spec, shape=stored.local_shape(sizes)) for stored in stage.stored}
     specs.update({feed.name: _own_rows(feed.spec, feed.batch_dim, body.rows) for feed in stage.feeds})
     specs.update({t.value: t.spec for t in body.receives})
     for block in body.blocks:
         for instr in block.instrs:
             specs.update(_specs(instr))
     return specs
-
-
-def local_shape(stored: Stored, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that is left after `Stored.chunks`, before ZeRO."""
-    shape = list(stored.spec.shape)
-    for chunk in stored.chunks:
-        shape[chunk.dim] //= sizes.get(chunk.axis, 1)
-    return tuple(shape)
 
 
 def _reaches(use: Use, sizes: Mapping[str, int], coordinates: Coordinates) -> bool:
@@ -325,7 +324,7 @@ def _fsdp_moves(program: Program, stage: StageCode, num_micro_batches: int) -> I
         yield from [("all_gather", "dp", "forward", group.weight_bytes)] * gathers
         if group.has_backward and program.zero == 3 and not once:
             yield from [("all_gather", "dp", "backward", group.weight_bytes)] * gathers
-        if group.grad_bytes:
+        if group.grad_bytes and not reduces_itself(program):
             yield from [("reduce_scatter", "dp", "backward", group.grad_bytes)] * reductions
             if program.zero_group not in (None, dict(program.axes).get("dp", 1)):
                 yield from [("all_reduce", "dp", "backward", group.grad_bytes // sharding(program))] * reductions
@@ -350,7 +349,7 @@ def fsdp_groups(program: Program, stage: StageCode) -> tuple[Group, ...]:
     blocks = {block.name: block for block in body.blocks}
 
     def padded(name: str, dtype: str) -> int:
-        rows, *rest = local_shape(stored[name], sizes) or (1,)
+        rows, *rest = stored[name].local_shape(sizes) or (1,)
         return math.ceil(rows / num_ranks) * num_ranks * math.prod(rest) * dtype_of(dtype).itemsize
 
     out = []
@@ -381,7 +380,7 @@ def _grads(program: Program) -> list[Stored]:
 
 def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> int:
     """Bytes of a parameter at rest on one rank."""
-    shape = local_shape(stored, dict(program.axes))
+    shape = stored.local_shape(dict(program.axes))
     parts = sharding(program)
     if parts > 1 and stored.kind == "parameter":
         rows, *rest = shape or (1,)
@@ -390,19 +389,40 @@ def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> i
     return math.prod(shape) * dtype_of(stored.at_rest).itemsize
 
 
+def _data_moves(program: Program) -> Iterator[Move]:
+    """The sums over the data axis that the runtime makes itself."""
+    num_ranks = dict(program.axes)["dp"]
+    if program.compression:
+        found = program_layout(program)
+        yield "all_to_all", "dp", "reduce", found.total_bytes * num_ranks
+        if found.is_gathered:
+            yield "all_gather", "dp", "reduce", found.total_bytes
+        return
+    by_dtype: dict[str, list[int]] = {}
+    for _, stored in reduced(program):
+        rows, *rest = stored.local_shape(dict(program.axes)) or (1,)
+        rows = row_range(rows, 0, num_ranks)[1] * num_ranks if program.zero else rows
+        by_dtype.setdefault(stored.at_rest, []).append(rows * math.prod(rest) * dtype_of(stored.at_rest).itemsize)
+    kind = "reduce_scatter" if program.zero else "all_reduce"
+    yield from ((kind, "dp", "reduce", sum(bucket)) for own in by_dtype.values() for bucket in bucket_sizes(own))
+
+
 def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
-    sizes, is_sharded = dict(program.axes), sharding(program) > 1
-    is_sharded = is_sharded or bool(servers_of(program))
-    grads = [(s, tuple(a for a in s.partial if not (is_sharded and a == "dp"))) for s in _grads(program)]
+    sizes, is_own = dict(program.axes), reduces_itself(program)
+    is_sharded = sharding(program) > 1 or bool(servers_of(program))
+    grads = [(s, tuple(a for a in s.partial if not ((is_sharded or is_own) and a == "dp"))) for s in _grads(program)]
     for place, axis in sorted({(place, axis) for _, axes in grads for place, axis in enumerate(axes)}):
         if sizes.get(axis, 1) == 1:
             continue
         by_dtype: dict[str, list[int]] = {}
         for stored, axes in grads:
             if axes[place : place + 1] == (axis,):
-                by_dtype.setdefault(stored.at_rest, []).append(shard_bytes(stored, program, coordinates))
+                size = shard_bytes(stored, program if not is_own else replace(program, zero=0), coordinates)
+                by_dtype.setdefault(stored.at_rest, []).append(size)
         for own in by_dtype.values():
             yield from (("all_reduce", axis, "reduce", sum(bucket)) for bucket in bucket_sizes(own))
+    if is_own:
+        yield from _data_moves(program)
     ranks, me = program.stage_ranks, coordinates.get("pp", 0)
     tied = {s.fqn: s for stage in program.stages for s in stage.stored if len(s.stages) > 1 and s.requires_grad and s.kind == "parameter"}
     for stored in tied.values():
@@ -417,5 +437,5 @@ def _server_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
         return
     sizes, with_grads = dict(program.axes), {id(s) for s in _grads(program)}
     trained = [s for stage in program.stages for s in stage.stored if s.kind == "parameter" and s.requires_grad]
-    tensors = tuple(Tensor(math.prod(local_shape(s, sizes)), s.at_rest, dtype_of(s.at_rest).itemsize, "dp" in s.partial) for s in trained)
+    tensors = tuple(Tensor(math.prod(s.local_shape(sizes)), s.at_rest, dtype_of(s.at_rest).itemsize, "dp" in s.partial) for s in trained)
     yield from moves_of(program, tensors, frozenset(i for i, s in enumerate(trained) if id(s) in with_grads), coordinates.get("dp", 0))

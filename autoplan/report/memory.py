@@ -17,6 +17,7 @@ NAMES = {
     "activations": "activations",
     "buffers": "buffers",
     "communication": "communication",
+    "residuals": "residuals of compressed gradients",
     "reserve": "context and allocator",
 }
 assert set(NAMES) == {f.name for f in fields(Memory)}

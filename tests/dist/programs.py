@@ -79,6 +79,8 @@ class Setup:
     recompute: Literal["none", "selective", "full"] = "none"
     dtype: str = "float64"
     stage_ranks: tuple[int, ...] = ()
+    compression: str = ""
+    delay: int = 0
 
     @property
     def world_size(self) -> int:
@@ -134,6 +136,8 @@ def build(setup: Setup, pp_index: int) -> Program:
         s.zero,
         s.zero_group,
         s.num_rows,
+        compression=s.compression,
+        delay=s.delay,
     )
 
 
