@@ -306,7 +306,7 @@ def _descend(*, forgets: bool = False, **mode: Any) -> float:
 def _adam(folder: str) -> tuple[float, float]:
     """(difference from Adam after the warm-up, last loss), and what 1-bit Adam refuses."""
     pm, batch = _parallel(compression="1bit-adam"), regression_batch()
-    with pytest.raises(autoplan.UnsupportedOpError, match="1-bit Adam|another optimizer"):
+    with pytest.raises(autoplan.UnsupportedOpError, match=r"1-bit Adam|another optimizer"):
         pm.optimizer(torch.optim.SGD, lr=0.1)
     pm.forward_backward(batch)
     with pytest.raises(autoplan.UnsupportedOpError, match=r"pm\.optimizer"):
