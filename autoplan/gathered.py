@@ -21,7 +21,7 @@ from fractions import Fraction
 from autoplan.graph import Graph, Inside, Loop, Op
 from autoplan.layout import Split
 
-_PRODUCTS = ("aten.linear.default",)
+_PRODUCTS = {"aten.linear.default": "runtime.gathered_linear", "aten.mm.default": "runtime.gathered_mm"}
 _NORMS = {"aten.layer_norm.default": ("runtime.split_layer_norm", 2), "aten.rms_norm.default": ("runtime.split_rms_norm", 1)}
 
 
@@ -55,7 +55,7 @@ def _products(op: Op) -> tuple[Loop, ...]:
             reads = tuple(where if k == i else read for k, read in enumerate(loop.reads))
             sent = (Inside("all_gather", ("in", i), "forward"), Inside("all_gather", ("in", i), "backward"), Inside("reduce_scatter", ("in", i), "backward"))
             label = f"{loop.label}~{own.label}"
-            found.append(Loop(label, loop.factor, "map", reads, loop.writes, "runtime.gathered_linear", sent, even=True, gathers=((i, own.factor),)))
+            found.append(Loop(label, loop.factor, "map", reads, loop.writes, _PRODUCTS[op.instr.target], sent, even=True, gathers=((i, own.factor),)))
     return tuple(found)
 
 

@@ -31,7 +31,7 @@ from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
 from runtime.stripes import program_layout
-from runtime.traffic import gathered_uses
+from runtime.traffic import GATHERED, gathered_uses
 
 # Collectives of the passes: instruction -> (forward, backward).
 COLLECTIVES: Mapping[str, tuple[CollectiveKind | None, CollectiveKind | None]] = {
@@ -206,7 +206,7 @@ class _Reader:
         return self.pricer.op(key)
 
     def _inner(self, instr: Instr, op: Op, operands: list[str], tally: _Tally) -> None:
-        if instr.target == "runtime.gathered_linear":
+        if instr.target in GATHERED:
             needs = frozenset(name for name in operands if self.grads[name])
             sent = [("forward", use) for use in gathered_uses(instr, self.specs, self.degrees)]
             sent += [("backward", use) for use in gathered_uses(instr, self.specs, self.degrees, needs)]

@@ -10,7 +10,7 @@ import torch
 from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
 from runtime.sharded.dispatch import dispatch_experts
 from runtime.sharded.experts import experts
-from runtime.sharded.gathered import gathered_linear
+from runtime.sharded.gathered import gathered_linear, gathered_mm
 from runtime.sharded.group_norm import sync_group_norm
 from runtime.sharded.ring_attention import ring_attention
 from runtime.sharded.self_attention_ring import self_attention_ring
@@ -27,6 +27,7 @@ __all__ = [
     "dropout",
     "experts",
     "gathered_linear",
+    "gathered_mm",
     "halo_avg_pool",
     "halo_conv",
     "halo_conv_transpose",

@@ -125,7 +125,8 @@ def gathered_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[
         operand, *part = (n for n in place if isinstance(n, int))
         if sizes.get(axis, 1) > 1:
             parts[operand], over[operand] = Part(*part), axis
-    panels, is_streamed = streamed(parts, [sizes.get(axis, 1) for axis in over], [len(specs[name].shape) - 1 for name in names])
+    contracted = [len(specs[names[0]].shape) - 1, 0 if instr.target == "runtime.gathered_mm" else 1]
+    panels, is_streamed = streamed(parts, [sizes.get(axis, 1) for axis in over], contracted)
     found: list[Use] = []
     for operand, part in enumerate(parts):
         if part is None:
@@ -146,7 +147,7 @@ def _axes(instr: Instr, sizes: Mapping[str, int]) -> list[str]:
 
 def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> tuple[Use, ...]:
     """The collectives of an instruction's forward pass, in order; `specs` of the values known so far, its outputs included."""
-    if instr.target == "runtime.gathered_linear":
+    if instr.target in GATHERED:
         return gathered_uses(instr, specs, sizes)
     axes = _axes(instr, sizes)
     if not axes or not instr.target.startswith("runtime."):
@@ -186,13 +187,14 @@ _BACKWARD = {
     "all_to_all": "all_to_all",
 }
 _NORMS = {"split_layer_norm": 2, "split_rms_norm": 1}  # statistics of a row
-_BY_OPERAND = ("runtime.gathered_linear", "runtime.split_layer_norm", "runtime.split_rms_norm")
+GATHERED = ("runtime.gathered_linear", "runtime.gathered_mm")
+_BY_OPERAND = (*GATHERED, "runtime.split_layer_norm", "runtime.split_rms_norm")
 _OUTPUT_IS_PART = ("slice", "reduce_scatter", "all_to_all")
 
 
 def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int], needs: frozenset[str]) -> tuple[Use, ...]:
     """The collectives of an instruction's backward pass, if a gradient arrives at an operand. `needs`: the values that need one."""
-    if instr.target == "runtime.gathered_linear":
+    if instr.target in GATHERED:
         return gathered_uses(instr, specs, sizes, needs)
     axes = _axes(instr, sizes)
     if not axes or not instr.target.startswith("runtime."):

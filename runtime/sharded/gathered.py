@@ -173,3 +173,9 @@ def gathered_linear(x: torch.Tensor, weight: torch.Tensor, *, axes: Sequence[Axi
         if axis.size > 1:
             found[operand] = _Gather(Part(*part), axis)
     return _GatheredLinear.apply(x, weight, (found[0], found[1]))  # type: ignore[return-value]
+
+
+def gathered_mm(x: torch.Tensor, weight: torch.Tensor, *, axes: Sequence[Axis], gathers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`aten.mm` alike: x (M, K), weight (K, N) -> (M, N)."""
+    turned = [(operand, 1 - dim if operand == 1 else dim, *part) for operand, dim, *part in gathers]
+    return gathered_linear(x, weight.t(), axes=axes, gathers=turned)
