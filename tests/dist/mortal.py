@@ -30,7 +30,7 @@ class End:
 def ends(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> list[End]:
     """`fn(*args)` on every rank of a gloo job whose store this process holds, as torchrun does. `fn` calls `note_fault` on the rank
     that fails. Ranks that have not ended after `timeout_s` have exit code None and are killed."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         workers = [context.Process(target=_main, args=(rank, world_size, store.port, folder, fn, args), daemon=True) for rank in range(world_size)]
@@ -60,7 +60,7 @@ def note_fault() -> None:
 def _main(rank: int, world_size: int, port: int, folder: str, fn: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
     os.environ["MORTAL"] = folder
-    store = dist.TCPStore("127.0.0.1", port, None, False)
+    store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     code, told = 0, {"kind": "", "text": ""}
     try:
