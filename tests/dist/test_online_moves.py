@@ -245,10 +245,11 @@ def _check(ran: Ran) -> None:
     assert ran.after_s <= 1.1 * ran.best_s, ran
 
 
+@pytest.mark.slow
 def test_after_a_device_has_slowed_down_steps_are_as_fast_as_under_the_best_plan() -> None:
-    ran = run_ranks(_slowed, 4, dict(dp=4, zero=0, micro_batch_size=7), 2, 60, None, timeout_s=300.0)[0]
+    ran = run_ranks(_slowed, 4, dict(dp=4, zero=0, micro_batch_size=7), 2, 48, None, timeout_s=300.0)[0]
     _check(ran)
-    assert ran.shares == (8, 8, 4, 8)
+    assert ran.shares[2] == min(ran.shares) < ROWS / 4
 
 
 @pytest.mark.slow

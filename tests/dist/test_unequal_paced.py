@@ -66,11 +66,12 @@ def _measured(file: Path, constraints: dict[str, Any]) -> list[tuple[float, floa
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("speeds", "constraints"),
     [
         (((3e-5, 1), (1e-5, 1)), dict(dp=2, zero=0, micro_batch_size=8)),
-        pytest.param(((3e-5, 2), (1e-5, 2)), dict(dp=2, pp=2, zero=0, micro_batch_size=2, schedule="gpipe"), marks=pytest.mark.slow),
+        pytest.param(((3e-5, 2), (1e-5, 2)), dict(dp=2, pp=2, zero=0, micro_batch_size=2, schedule="gpipe")),
     ],
     ids=["shares", "shares and stages"],
 )
