@@ -48,7 +48,9 @@ def _searched(graph: Graph) -> Plan:
 
 
 def _searched_everywhere(graph: Graph) -> Plan:
-    return autoplan.find_plan(graph, None, "cpu:1x8", autoplan.Constraints(dp=2, tp=2, pp=2))
+    assert graph.batch_size is not None
+    rows = graph.batch_size // (2 if batch_axis(graph).blocker else 4)
+    return autoplan.find_plan(graph, None, "cpu:1x8", autoplan.Constraints(dp=2, tp=2, pp=2, micro_batch_size=rows))
 
 
 def _staged(graph: Graph, recompute: str) -> Plan:
