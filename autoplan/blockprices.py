@@ -18,6 +18,8 @@ from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
 from autoplan.problem import BlockProblem, Choice, Item, Move, Use, Weight
 from costmodel.opkey import CollectiveKind, RankGroup
+from runtime.selective import is_kept
+from runtime.split import puts_off
 
 # Operators whose output shares the storage of their first operand.
 VIEWS = frozenset(
@@ -187,7 +189,21 @@ def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, s
         saved_bytes.setdefault(root, local.num_bytes(root))
         saved[root, isinstance(layout, Split)] = None
     share = local.share(index, option)
-    return Choice(option, forward_s, backward_s, tuple(saved), op.saved_extra_bytes // share, op.flops // share, tuple(uses))
+    stored = [name for name in operands if local.graph.values[name].kind in ("parameter", "buffer", "constant")]
+    kept: tuple[tuple[str, int], ...] = ()
+    if is_kept(op.instr, stored):
+        kept = tuple((name, _own_bytes(local, name, layout)) for name, layout in zip(outputs, option.writes, strict=True))
+    weights_s, put_off = 0.0, ()
+    if puts_off(op.instr, stored) and all(local.graph.values[name].requires_grad for name in operands[:2]):
+        root = roots.get(operands[0], operands[0])
+        weights_s = time.backward_weight_s
+        put_off = ((root, _own_bytes(local, root, option.reads[0])), (f"gradient of {outputs[0]}", _own_bytes(local, outputs[0], option.writes[0])))
+    return Choice(option, forward_s, backward_s, tuple(saved), op.saved_extra_bytes // share, op.flops // share, tuple(uses), weights_s, put_off, kept)
+
+
+def _own_bytes(local: LocalGraph, name: str, layout: Layout) -> int:
+    """Bytes of a value on one rank of the tensor axis."""
+    return local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1)
 
 
 def _collective_kind(kind: str) -> CollectiveKind:

@@ -21,18 +21,24 @@ The last two bind the commonest pattern: N blocks, of which stage j has n_j <= c
 sum of min(t / g_j, cap_j) >= N is added to W; g_j = k w + (m - 1 - k) b of one block. Memory gives the caps: a stage keeps
 the states of its blocks, divided over all that can divide them, and of every micro-batch it holds what every option saves,
 or what enters the blocks if they are recomputed. A way of storing without room for all blocks is no plan; infinity says that none is.
+
+Where a rank has several stages (interleaved, ZB-V) or the backward pass is split, p ranks: rank r is never busy before the forwards,
+nor (backward passes in one) after the backwards, of the r stages before its first, which hold the first r blocks at least. Their
+seconds a_r, in order, give  T >= (X + sum of a_r) / p,  and the schedule's order gives more (autoplan/paths.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoplan import paths
 from autoplan.choose import Boundary, Chooser, Outline
 from autoplan.gridprices import weight_parts
+from autoplan.holding import least_held
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import Pricer, axis_group, itemsize
@@ -55,6 +61,23 @@ class Least:
     num_trained: int
     saved_bytes: int
     enter_bytes: int
+    weights_s: float = 0.0  # of `backward_s`, what a split backward pass may put off, at most
+    repeated_s: float = 0.0  # what selective recomputation repeats
+    kept_bytes: int = 0  # and keeps beside what enters
+
+    def again_s(self, recompute: str) -> float:
+        return {"none": 0.0, "selective": self.repeated_s, "full": self.forward_s}[recompute] if self.is_recomputed else 0.0
+
+    def held_bytes(self, recompute: str) -> int:
+        if recompute == "none" or not self.is_recomputed:
+            return self.saved_bytes
+        return self.enter_bytes + (self.kept_bytes if recompute == "selective" else 0)
+
+    def transient_bytes(self, recompute: str) -> int:
+        """What a recomputed block makes again at once."""
+        if recompute == "none" or not self.is_recomputed:
+            return 0
+        return max(0, self.saved_bytes - (self.kept_bytes if recompute == "selective" else 0))
 
 
 def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[str, Least]:
@@ -84,6 +107,9 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
             sum(size for name, size in sizes.items() if outline.graph.values[name].requires_grad),
             _saved(items, saved_bytes, local.degree),
             min(entering, default=0),
+            sum(max(choice.weights_s for choice in item.choices) for item in items),
+            sum(min(0.0 if choice.kept else choice.forward_s for choice in item.choices) for item in items),
+            sum(min(sum(size for _, size in choice.kept) for choice in item.choices) for item in items),
         )
     return found
 
@@ -98,6 +124,9 @@ def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int) -
             forms = [max((num_bytes[r] // (degree if divided else 1) for r, divided in choice.saved if r == root), default=0) for choice in item.choices]
             kept[root] = max(kept.get(root, 0), min(forms))
     return extra + sum(kept.values())
+
+
+Counts = Callable[[str, tuple[int, ...], int], tuple[int, ...]]  # (schedule, stage ranks, micro-batches) -> held on each rank
 
 
 class Bounds:
@@ -116,24 +145,50 @@ class Bounds:
         self.width_at_rest = max((itemsize(v.spec.dtype) for v in graph.parameters()), default=4)
         self._again = sum(again * math.prod(graph.values[name].spec.shape) for name, again in users.items())
 
-    def step_s(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
-        """Least seconds of a step that stores so; infinity where it cannot fit. The module's formulas."""
-        caps = self._caps(blocks, step, recompute)
+    def step_s(self, blocks: Mapping[str, Least], step: Step, recompute: str, counts: Counts = least_held) -> float:
+        """Least seconds of a step that stores so; infinity where it cannot fit. The module's formulas.
+
+        `counts`: micro-batches that each rank holds at least; `surely_held` is quicker and looser.
+        """
+        caps = self._caps(blocks, step, recompute, counts)
         if caps is None:
             return float("inf")
-        n, m = len(step.stage_ranks), step.num_micro_batches
-        full = recompute == "full"
-        again = {p: b.forward_s if full and b.is_recomputed else 0.0 for p, b in blocks.items()}
+        n, m = step.num_ranks, step.num_micro_batches
+        again = {p: b.again_s(recompute) for p, b in blocks.items()}
         total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items())
         forward = sum(b.count * b.forward_s for b in blocks.values())
         backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
         name, main = _main(blocks)
-        bound = max(ramp(total, n, m), m * max(b.seconds + again[p] for p, b in blocks.items()))
+        bound = m * max(b.seconds + again[p] for p, b in blocks.items())
+        if step.is_split or n < len(step.stage_ranks):
+            return max(bound, self._in_parts_s(blocks, step, recompute, caps if counts is least_held else None))
+        bound = max(bound, ramp(total, n, m))
         gather, scatter = self._moved(blocks, step)
         first, last = _beside(step, forward, gather), _beside(step, backward, scatter + (gather if step.zero == 3 else 0.0))
         bound = max(bound, first + last, self._share(blocks, step, total, forward, backward) / n)
         if n > 1:
             bound = max(bound, total + _fill(self._each(main, again[name], step), caps, main.count))
+        return bound
+
+    def _in_parts_s(self, blocks: Mapping[str, Least], step: Step, recompute: str, caps: np.ndarray | None) -> float:
+        """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
+        p, m = step.num_ranks, step.num_micro_batches
+        again = {name: b.again_s(recompute) for name, b in blocks.items()}
+        total = sum(b.count * (b.seconds + again[name]) for name, b in blocks.items())
+        forward = sum(b.count * b.forward_s for b in blocks.values())
+        backward = sum(b.count * (b.backward_s + again[name]) for name, b in blocks.items())
+        inputs = {name: max(0.0, b.backward_s + again[name] - (b.weights_s if step.is_split else 0.0)) for name, b in blocks.items()}
+        chain_s = forward + sum(b.count * inputs[name] for name, b in blocks.items())
+        graph = self.outline.graph
+        first = [graph.blocks[number].pattern for number in self.outline.blocks[: p - 1]]
+        alone = np.cumsum([0.0, *(blocks[name].forward_s + (0.0 if step.is_split else blocks[name].backward_s + again[name]) for name in first)])
+        bound = max(chain_s, (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p)
+        if caps is not None:
+            each = np.array([[b.forward_s, inputs[name], b.seconds + again[name] - b.forward_s - inputs[name]] for name, b in blocks.items()])
+            whole = np.array([b.count for b in blocks.values()]) @ each
+            proportion = tuple(int(share) for share in np.round(100 * whole / max(whole.sum(), 1e-30)))
+            costs = paths.weights(step.schedule, step.stage_ranks, m, proportion) @ each.T  # [stage, pattern]
+            bound = max(bound, sum(b.count * float(low) for b, low in zip(blocks.values(), costs.min(axis=0), strict=True)))
         return bound
 
     def _each(self, main: Least, again_s: float, step: Step) -> np.ndarray:
@@ -153,6 +208,8 @@ class Bounds:
 
         (recomputed: H_k times what enters it, and A once on every stage that has any). All stages together hold the other blocks too.
         """
+        if step.is_split or step.num_ranks < len(step.stage_ranks) or recompute == "selective":
+            return ()  # nothing is known of these
         n = len(step.stage_ranks)
         name, main = _main(blocks)
         full = recompute == "full"
@@ -195,8 +252,8 @@ class Bounds:
         return np.full(n, m) if step.schedule == "gpipe" else np.minimum(n - np.arange(n), m)
 
     def memory_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> int:
-        """Least bytes of the fullest stage, were all stages alike."""
-        n = len(step.stage_ranks)
+        """Least bytes of the fullest rank, were all alike."""
+        n = step.num_ranks
         return int(self._all_bytes(blocks, step, recompute) / n)
 
     def _share(self, blocks: Mapping[str, Least], step: Step, total: float, forward: float, backward: float) -> float:
@@ -204,7 +261,7 @@ class Bounds:
         trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
         group = axis_group(step.axes, "dp")
         tail = self.optimizer_s * trained / max(shards, step.num_servers)
-        if step.sync != "allreduce":
+        if step.sync != "allreduce" or (step.is_split and step.zero and shards > 1):
             return m * total + tail
         if step.zero == 0 or shards == 1:
             reduce_s = (
@@ -232,7 +289,8 @@ class Bounds:
 
     def state_bytes(self, step: Step) -> float:
         """Bytes at rest of one element that is trained, on one rank."""
-        width, zero, shards = self.width, step.zero if step.shards > 1 else 0, step.shards
+        width, shards = self.width, step.shards
+        zero = 0 if shards == 1 else min(step.zero, 1) if step.is_split else step.zero
         return (
             width.parameter / (shards if zero == 3 else 1)
             + width.gradient / (shards if zero >= 2 else 1)
@@ -242,23 +300,19 @@ class Bounds:
     def _all_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
         """States of all stages, what each keeps of one micro-batch, and what one recomputed block saves."""
         trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
-        full = recompute == "full"
-        kept = sum(b.count * (b.enter_bytes if full and b.is_recomputed else b.saved_bytes) for b in blocks.values())
-        transient = max(b.saved_bytes if full and b.is_recomputed else 0 for b in blocks.values())
+        kept = sum(b.count * b.held_bytes(recompute) for b in blocks.values())
+        transient = max(b.transient_bytes(recompute) for b in blocks.values())
         return trained * self.state_bytes(step) + kept + transient
 
-    def _caps(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> np.ndarray | None:
-        """Most blocks of the commonest pattern on each stage; None where not all blocks have room."""
-        n = len(step.stage_ranks)
+    def _caps(self, blocks: Mapping[str, Least], step: Step, recompute: str, counts: Counts) -> np.ndarray | None:
+        """Most blocks of the commonest pattern on each rank; None where not all blocks have room."""
+        n = step.num_ranks
         if self._all_bytes(blocks, step, recompute) > n * self.limit_bytes:
             return None
         name, main = _main(blocks)
-        recomputed = recompute == "full" and main.is_recomputed
-        held = self.held(step)
-        each = (0.0 if name not in self._unshared else main.num_trained * self.state_bytes(step)) + held * float(
-            main.enter_bytes if recomputed else main.saved_bytes
-        )
-        room = self.limit_bytes - (main.saved_bytes if recomputed else 0)
+        held = np.array(counts(step.schedule, step.stage_ranks, step.num_micro_batches))
+        each = (0.0 if name not in self._unshared else main.num_trained * self.state_bytes(step)) + held * float(main.held_bytes(recompute))
+        room = self.limit_bytes - main.transient_bytes(recompute)
         caps = np.minimum(main.count, np.floor(max(0, room) / np.maximum(each, 1e-9)))
         return caps if caps.sum() >= main.count else None
 

@@ -21,10 +21,8 @@ _COUNTS = ("dp", "tp", "pp", "cp", "ep", "zero_group", "micro_batch_size", "num_
 # What a field may say today; everything else is refused with the reason, never ignored.
 _SUPPORTED: Mapping[str, tuple[tuple, str]] = {
     "tensor": (("1d", "1.5d", "2d", "2.5d"), "a cube of ranks is not searched yet"),
-    "schedule": (("gpipe", "1f1b"), "only gpipe and 1f1b are searched"),
-    "num_chunks": ((1,), "a rank holds one stage in gpipe and 1f1b"),
-    "recompute": (("none", "full"), "selective recomputation is not searched yet"),
 }
+_CHUNKS: Mapping[str, tuple[int, float]] = {"interleaved": (2, float("inf")), "zbv": (2, 2)}  # stages on a rank, 1 elsewhere
 _REFUSED: Mapping[str, str] = {}
 
 
@@ -73,9 +71,12 @@ class Constraints:
             if not layers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in layers):
                 raise UsageError(f"constraint stage_layers={self.stage_layers!r}: one number of layers a stage is needed, like (8, 8, 8, 8)")
             object.__setattr__(self, "stage_layers", layers)
-            if self.pp is not None and self.pp != len(layers):
-                raise UsageError(f"constraints stage_layers={layers} and pp={self.pp} disagree: give {self.pp} numbers of layers, or pp={len(layers)}")
-
+            chunks = self.chunks
+            if self.pp is not None and self.pp * chunks != len(layers):
+                raise UsageError(
+                    f"constraints stage_layers={layers} and pp={self.pp} disagree: give {self.pp * chunks} numbers of layers, one for each stage, "
+                    f"or pp={max(1, len(layers) // chunks)}"
+                )
         if self.placement is not None:
             self._check_placement(self.placement)
         self._check_servers()
@@ -98,6 +99,16 @@ class Constraints:
                 raise UsageError(f"constraint servers={self.servers!r}: data ranks that serve are needed, each once, like (0, 2)")
             object.__setattr__(self, "servers", tuple(sorted(servers)))
 
+    @property
+    def sums_plainly(self) -> bool:
+        """Whether gradients are summed at once, by all_reduce, as they are."""
+        return self.sync in (None, "allreduce") and not self.delay and self.compression is None
+
+    @property
+    def chunks(self) -> int:
+        """Stages on every pipeline rank, as far as the constraints say; 1 where they leave it open."""
+        return self.num_chunks or {"interleaved": 2, "zbv": 2}.get(self.schedule or "", 1)
+
     def described(self) -> str:
         """The fields that are set, as text: "tp=4, zero=3"."""
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) is not None) or "none"
@@ -110,6 +121,18 @@ def check_supported(constraints: Constraints) -> None:
         if value is not None and value not in allowed:
             fix = " or ".join(f"{name}={v!r}" for v in allowed)
             raise InfeasibleError(f"constraint {name}={value!r} cannot be had: {reason}. Leave it out, or say {fix}")
+    least, most = _CHUNKS.get(constraints.schedule or "interleaved", (1, 1))
+    if constraints.num_chunks is not None and not (constraints.schedule is None or least <= constraints.num_chunks <= most):
+        holds = "one stage" if most == 1 else "two stages" if most == 2 else "two or more stages"
+        raise InfeasibleError(
+            f"constraint num_chunks={constraints.num_chunks} cannot be had with schedule={constraints.schedule!r}, which puts {holds} on a rank: "
+            f"say num_chunks={least}, or schedule={'1f1b' if constraints.num_chunks == 1 else 'interleaved'!r}"
+        )
+    if constraints.schedule in ("interleaved", "zb", "zbv") and not constraints.sums_plainly:
+        raise InfeasibleError(
+            f"constraint schedule={constraints.schedule!r} cannot be had with sync, delay or compression, which were not tried with stages in turns "
+            "or a split backward pass: say schedule='1f1b' or 'gpipe'"
+        )
     for name, reason in _REFUSED.items():
         if getattr(constraints, name) is not None:
             raise InfeasibleError(f"constraint {name}={getattr(constraints, name)!r} cannot be had: {reason}. Leave it out")
@@ -143,7 +166,7 @@ def check_degrees(constraints: Constraints, world_size: int, batch: int | None) 
     """Raises InfeasibleError where fixed degrees cannot multiply to `world_size` or do not divide the global batch."""
     fixed = {name: getattr(constraints, name) for name in ("pp", "dp", "cp", "ep", "tp") if getattr(constraints, name) is not None}
     if constraints.stage_layers is not None:
-        fixed["pp"] = len(constraints.stage_layers)
+        fixed["pp"] = max(1, len(constraints.stage_layers) // constraints.chunks)
     product = 1
     for degree in fixed.values():
         product *= degree

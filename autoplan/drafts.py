@@ -21,7 +21,8 @@ from autoplan.choose import Boundary, Chosen
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 from autoplan.explore import Searcher, Task
-from autoplan.replay import durations, held, received_bytes, stage_memory
+from autoplan.holding import is_split
+from autoplan.replay import durations, memories
 from autoplan.replicas import Kind, slowest
 from autoplan.shares import best_shares, row_shares
 from autoplan.space import Shape, Storing
@@ -96,6 +97,8 @@ class _Kind:
 def drafts_of(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher]) -> Iterator[Draft]:
     reference = searchers[slowest_kind(searchers)]
     for shape in reference._space().shapes:
+        if shape.num_chunks > 1 or is_split(shape.schedule):
+            continue  # stages of unequal devices run in order, one on each
         orders = [tuple(name for name, _ in shape.axes)]
         if shape.pp > 1 and shape.dp > 1:
             orders.append(("dp", *(name for name in orders[0] if name != "dp")))
@@ -187,7 +190,8 @@ def _of_shape(
         starts = (0, *(numbers[c] for c in cuts[1:-1]), len(task.graph.blocks))
         passes_s = max(seconds(i, cuts)(rows) for i, rows in enumerate(shares))
         entered_s = sum(float(entry_s[j, cut]) for j, cut in enumerate(cuts[:-1]))
-        loads, step = slow.work.stage_loads(starts), replace(slow.searcher.step(shape, storing), axes=tuple((name, sizes[name]) for name in order))
+        loads = slow.work.stage_loads(starts, shape.stage_ranks)
+        step = replace(slow.searcher.step(shape, storing), axes=tuple((name, sizes[name]) for name in order))
         tail_s = max(durations(load, step, slow.searcher.pricer).tail_s for load in loads)
         return Draft(shape, order, storing, tuple(shares), starts, chosen, passes_s + entered_s + tail_s)
 
@@ -241,10 +245,9 @@ def _cap(stages: Sequence[_Kind], shape: Shape, storing: Storing, cuts: Sequence
     for j, kind in enumerate(stages):
         numbers = kind.searcher.outline.blocks
         starts = (0, *(numbers[c] for c in cuts[1:-1]), len(kind.searcher.task.graph.blocks))
-        loads, step = kind.work.stage_loads(starts), kind.searcher.step(shape, storing)
-        count = held(step, j)
-        full = stage_memory(loads[j], step, count, received_bytes(loads, j)).total
-        fixed = stage_memory(replace(loads[j], saved_bytes=0, transient_bytes=0), step, count, 0).total
+        loads, step = kind.work.stage_loads(starts, shape.stage_ranks), kind.searcher.step(shape, storing)
+        empty = tuple(replace(load, saved_bytes=0, transient_bytes=0, sends=()) for load in loads)
+        full, fixed = (memories(each, step)[j].total for each in (loads, empty))
         room, each = kind.searcher.limit_bytes - fixed, max(1e-9, (full - fixed) / shape.rows)
         most = int(max(0, room) / each) * shape.num_micro_batches
         rows = most if rows is None else min(rows, most)

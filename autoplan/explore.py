@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan import squeeze
-from autoplan.bounds import Bounds, Least, least_blocks, ramp
+from autoplan.bounds import Bounds, Counts, Least, least_blocks, ramp
 from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chooser, Chosen, Outline
 from autoplan.constraints import Constraints, check_degrees, check_modes, check_supported
@@ -45,15 +45,16 @@ from autoplan.forecast import MEMORY_KINDS
 from autoplan.graph import Graph, options
 from autoplan.gridcheck import check_scheme, undivided
 from autoplan.gridprices import gathers_s
+from autoplan.holding import is_split, least_held, surely_held
 from autoplan.ilp import OutOfTime
 from autoplan.load import BUCKET_BYTES
 from autoplan.outcome import Outcome, Result
 from autoplan.price import LocalGraph, Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
-from autoplan.replay import Step, by_rank, durations, held, least_step, received_bytes, stage_memory, step_seconds
+from autoplan.replay import Step, by_rank, durations, least_step, memories, step_seconds
 from autoplan.schemes import Axes, feature_axes, row_unit, scheme_of
 from autoplan.searchcontexts import SearchedContexts
-from autoplan.space import Inside, Shape, Space, Storing, space, storings
+from autoplan.space import RECOMPUTES, Inside, Shape, Space, Storing, space, storings
 from autoplan.squeeze import Place
 from autoplan.stagework import Work
 from autoplan.sync import check_sync, is_served, num_servers
@@ -208,6 +209,8 @@ class Searcher:
         contexts = self.contexts.of(task.constraints, world)
         found = space(world, self.batch, len(self.outline.blocks), task.constraints, can_micro_batch=self.outline.batch.blocker is None, contexts=contexts)
         shapes = tuple(shape for shape in found.shapes if shape.tp == 1 or self._takes(shape))
+        if task.stages is not None:  # the other schedules say themselves which stage is where
+            shapes = tuple(shape for shape in shapes if shape.schedule in ("1f1b", "gpipe"))
         if not shapes:
             raise InfeasibleError(self._no_shape())
         degrees = tuple(sorted({shape.tp for shape in shapes}))
@@ -279,11 +282,11 @@ class Searcher:
         return self._gathers[rows, grid]
 
     def _operator_bound(self, shape: Shape) -> float:
-        return self._bound(shape, self._least(shape))
+        return self._bound(shape, self._least(shape), surely_held)
 
     def _program_bound(self, shape: Shape) -> float:
         found = (self._solved(shape, boundary) for boundary in self._bounds_of(shape))
-        return min((self._bound(shape, blocks) for blocks in found if blocks is not None), default=float("inf"))
+        return min((self._bound(shape, blocks, least_held) for blocks in found if blocks is not None), default=float("inf"))
 
     def _solved(self, shape: Shape, boundary: Boundary) -> Mapping[str, Least] | None:
         """The least of every pattern, with communication; None where the boundary cannot be had."""
@@ -293,14 +296,14 @@ class Searcher:
             self._solutions[key] = None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}
         return self._solutions[key]
 
-    def _bound(self, shape: Shape, blocks: Mapping[str, Least]) -> float:
-        return min(self._least_step_s(blocks, shape, storing) for storing in self._storings(shape))
+    def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts) -> float:
+        return min(self._least_step_s(blocks, shape, storing, counts) for storing in self._storings(shape))
 
-    def _least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing) -> float:
+    def _least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing, counts: Counts = least_held) -> float:
         """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""
         if self.task.stages is not None:
             return shape.num_micro_batches * sum(b.count * b.seconds for b in blocks.values()) / shape.pp
-        return self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute)
+        return self._bounds.step_s(blocks, self.step(shape, storing), storing.recompute, counts)
 
     def _least(self, shape: Shape) -> Mapping[str, Least]:
         if shape.inside not in self._leasts:
@@ -368,13 +371,15 @@ class Searcher:
     def step(self, shape: Shape, storing: Storing) -> Step:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
-            self.task.optimizer, self.task.precision, tuple(range(shape.pp)) if self.task.stages is None else self.task.stages.ranks,
+            self.task.optimizer, self.task.precision, shape.stage_ranks if self.task.stages is None else self.task.stages.ranks,
             self.overlap, self.task.constraints.sync or "allreduce", num_servers(self.task.constraints, shape.dp), self.sums,
         )  # fmt: skip
 
     def _storings(self, shape: Shape) -> tuple[Storing, ...]:
         """Ways of storing that differ on a shape."""
         found, fixed = storings(self.task.constraints), self.task.constraints
+        if is_split(shape.schedule) and fixed.zero is None:  # a split backward pass keeps parameters gathered and reduces once: all are ZeRO-1
+            found = tuple(s for s in found if s.zero <= 1)
         return tuple(s for s in found if s.zero == 0) if shape.dp == 1 and fixed.zero is None and fixed.zero_group is None else found
 
     def _work_out(self, shape: Shape, best_s: float = float("inf"), *, is_squeezed: bool = True) -> tuple[list[Result], float]:
@@ -386,7 +391,7 @@ class Searcher:
             blocks = self._solved(shape, boundary)
             if blocks is not None:
                 for s in self._storings(shape):
-                    places.append((self._least_step_s(blocks, shape, s), (s.recompute != "none", s.zero, number), s, boundary, blocks))
+                    places.append((self._least_step_s(blocks, shape, s), (*s.order, number), s, boundary, blocks))
         some = best_s == float("inf") and all(place[0] == float("inf") for place in places)  # of what cannot fit, to say what is missing
         results: list[Result] = []
         every: dict[Boundary, tuple[Chosen, ...]] = {}
@@ -439,16 +444,16 @@ class Searcher:
             cuts: tuple[int, ...] | None = None
         elif layers is not None:
             cuts = layer_cuts([self.task.graph.blocks[n].layer for n in numbers], layers)
-        elif shape.pp == 1:
+        elif len(step.stage_ranks) == 1:
             cuts = (0, len(numbers))
         else:
             shares = step.shards if step.zero else 1
             tail = work.tail_per_byte_s(self._optimizer_s / _parameter_width(self.task.graph) / shares) / shape.num_micro_batches
             weights = np.array([b.slot_s for b in work.blocks]) + tail
-            cuts = best_cuts(weights.tolist(), shape.pp)
+            cuts = best_cuts(weights.tolist(), len(step.stage_ranks))
             fits = work.fits(step, self.width, self.limit_bytes)
             if cuts is not None and not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
-                fitting = best_cuts(weights.tolist(), shape.pp, fits)
+                fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
         if self.task.stages is not None:
             starts = self.task.stages.starts
@@ -460,21 +465,21 @@ class Searcher:
     def result(self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], best_s: float = float("inf"), *, is_bent: bool = False) -> Result:
         """Stages that begin at blocks `starts`, priced and weighed."""
         step = self.step(shape, storing)
-        loads = work.stage_loads(starts)
+        loads = work.stage_loads(starts, step.stage_ranks)
         times = tuple(durations(load, step, self.pricer) for load in loads)
-        memories = [stage_memory(load, step, held(step, load.index), received_bytes(loads, load.index)) for load in loads]
-        memories = by_rank(memories, step.stage_ranks)
-        fullest = max(range(len(memories)), key=lambda j: memories[j].total)
+        held = by_rank(memories(loads, step), step.stage_ranks)
+        fullest = max(range(len(held)), key=lambda j: held[j].total)
         step_s, idle_s = least_step(times, step)
         step_s = max(step_s, chain_s(times, step))
-        if memories[fullest].total <= self.limit_bytes and (step_s < best_s or self.task.stages is not None):  # else the bound tells enough
+        if held[fullest].total <= self.limit_bytes and (step_s < best_s or self.task.stages is not None):  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.pricer)
-        return Result(shape, storing, work.chosen, starts, step_s, memories[fullest], fullest, self.limit_bytes, loads, times, idle_s, is_bent)
+        return Result(shape, storing, work.chosen, starts, step_s, held[fullest], fullest, self.limit_bytes, loads, times, idle_s, is_bent, step.stage_ranks)
 
 
 def _dominates(one: Storing, other: Storing) -> bool:
     """Whether `one` takes no longer than `other`, whatever the plan."""
-    return one.recompute in ("none", other.recompute) and (one.zero == other.zero or 1 <= one.zero <= other.zero)
+    is_less_again = RECOMPUTES.index(one.recompute) <= RECOMPUTES.index(other.recompute)
+    return is_less_again and (one.zero == other.zero or 1 <= one.zero <= other.zero)
 
 
 def _parameter_width(graph: Graph) -> int:

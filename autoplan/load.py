@@ -50,7 +50,8 @@ class StageLoad:
     """One stage. `units` are the elements of each group of parameters that ZeRO gathers at once (a block each).
 
     `saved_bytes` stay from a micro-batch's forward to its backward; `transient_bytes` live during one backward (what a
-    recomputed block saves). `deferred` are the sums of gradients over axes other than "dp", once a step.
+    recomputed block saves). `deferred` are the sums of gradients over axes other than "dp", once a step. Where the schedule splits
+    the backward pass, `weights_s` of it come later and `put_off_bytes` stay until then (runtime/split.py).
     """
 
     index: int
@@ -74,6 +75,8 @@ class StageLoad:
     preamble_s: float = 0.0
     compressed_bytes: int = 0  # of all columns of gradients, where they are compressed
     num_trained: int = 0  # tensors
+    weights_s: float = 0.0
+    put_off_bytes: int = 0
 
     @property
     def slot_s(self) -> float:

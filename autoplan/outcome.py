@@ -13,7 +13,7 @@ from autoplan.space import Shape, Space, Storing
 
 @dataclass(frozen=True)
 class Result:
-    """One plan, worked out. `fullest` is the stage with the most memory."""
+    """One plan, worked out. `fullest` is a stage of the pipeline rank with the most memory."""
 
     shape: Shape
     storing: Storing
@@ -27,6 +27,7 @@ class Result:
     times: tuple[Durations, ...]
     bubble_s: float
     is_bent: bool  # whether other cuts would be faster, but for memory
+    stage_ranks: tuple[int, ...]
 
     @property
     def fits(self) -> bool:

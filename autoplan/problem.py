@@ -51,6 +51,9 @@ class Choice:
     extra_bytes: int
     flops: int  # of the forward pass, on this rank
     uses: tuple[Use, ...] = ()  # collectives that the operator itself issues
+    weights_s: float = 0.0  # of the backward pass, what a split one puts off, with (tensor, bytes) that stay until then
+    put_off: tuple[tuple[str, int], ...] = ()
+    kept: tuple[tuple[str, int], ...] = ()  # results that selective recomputation keeps instead of repeating the operator, with bytes
 
     @property
     def seconds(self) -> float:
@@ -128,6 +131,12 @@ class BlockPoint:
     saved_bytes: int
     flops: int
     uses: tuple[Use, ...]
+    weights_s: float = 0.0  # of `backward_s`, what a split backward pass puts off
+    put_off_bytes: int = 0  # and what stays until then
+    kept_s: float = 0.0  # of `forward_s`, what selective recomputation does not repeat
+    kept_flops: int = 0
+    kept_bytes: int = 0  # what it keeps for that
+    repeated_bytes: int = 0  # of `saved_bytes`, what it makes again
 
     @property
     def seconds(self) -> float:
@@ -143,6 +152,8 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
     extra = flops = 0
     uses: list[Use] = []
     saved: dict[tuple[str, bool], None] = {}
+    put_off: dict[str, int] = {}
+    kept: dict[str, int] = {}
     for item, choice in zip(problem.items, chosen, strict=True):
         for name, layout in zip(item.operands, choice.option.reads, strict=True):
             reads.setdefault(name, {})[layout] = None
@@ -153,6 +164,8 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
         flops += choice.flops
         saved.update((key, None) for key in choice.saved)
         uses.extend(choice.uses)
+        put_off.update(choice.put_off)
+        kept.update(choice.kept)
     for name, layout in problem.wanted:
         reads.setdefault(name, {})[layout] = None
     step_s = 0.0
@@ -183,7 +196,9 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
             forward_move_s += move.forward_s
             backward_move_s += move.backward_s
             uses.extend(_uses(move))
-    saved_bytes = sum(problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved)
+    sizes_saved = {(root, divided): problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved}
+    saved_bytes = sum(sizes_saved.values())
+    keeping = [choice for choice in chosen if choice.kept]
     return BlockPoint(
         labels=tuple(choice.option.label for choice in chosen),
         rests=rests,
@@ -199,6 +214,12 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
         saved_bytes=saved_bytes + extra,
         flops=flops,
         uses=tuple(uses),
+        weights_s=sum(choice.weights_s for choice in chosen),
+        put_off_bytes=sum(put_off.values()),
+        kept_s=sum(choice.forward_s for choice in keeping),
+        kept_flops=sum(choice.flops for choice in keeping),
+        kept_bytes=sum(kept.values()),
+        repeated_bytes=extra + sum(size for (root, _), size in sizes_saved.items() if root not in kept),
     )
 
 

@@ -4,7 +4,8 @@ Input are the loads of the stages (autoplan/load.py) and the schedule that the e
 pipeline rank runs its actions in order; an action starts when the rank is free and what it needs has arrived:
 
     start(F s,k)  = max(free(rank), arrival of every value sent to s for k)
-    start(B s,k)  = max(free(rank), arrival of every gradient from the stages that s sent to)
+    start(B s,k)  = max(free(rank), arrival of every gradient from the stages that s sent to)      BI, of a split backward, likewise
+    start(BW s,k) = free(rank)
     arrival       = max(end of the action, channel free) + send(bytes); one channel for each pair of ranks and direction
 
 Seconds of an action: operators and tensor collectives in turn; recomputation before the backward pass. Under ZeRO, FSDP2 moves
@@ -15,6 +16,9 @@ g and r those of the largest unit,
     reduced backward   = max(B, R) + r                              ZeRO-1: the last;  ZeRO-2: every one
     ZeRO-3 backward    = g + max(B, G + R) + r                      on CPUs, which do both: the sums instead
 
+A schedule that splits the backward pass gathers a stage at once before its first forward and reduces after its last BW, whatever
+the ZeRO stage (runtime/flow.py says why): F + G, BW + R.
+
 Parameter servers (ZeRO-0, W bytes of gradients, s servers on the p data ranks): instead of the sum over "dp" a push of W, the optimizer
 of a server over its part, a pull of W (costmodel/collective.py: the busiest server's p W / s decides). "async": a worker waits for its own
 push, update and pull alone, but no step is shorter than what the busiest server does for all workers:
@@ -24,8 +28,8 @@ push, update and pull alone, but no step is shorter than what the busiest server
 
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets; compressed or late: autoplan/datasums.py), "tp" (deferred) and
 tied stages, the optimizer. The step ends with the slowest rank, and not before the late sums of the step before it. Memory of a rank =
-states at rest (costmodel/memory.py) + saved activations x micro-batches held, as the schedule's own order shows, + transient + buffers
-+ communication buffers + residuals.
+states at rest of its stages (costmodel/memory.py) + what it holds at its fullest moment (autoplan/holding.py) + buffers + communication
+buffers + residuals.
 """
 
 from __future__ import annotations
@@ -37,12 +41,13 @@ from autoplan.datasums import EXACT, Mode
 from autoplan.datasums import memory as sum_memory
 from autoplan.datasums import parts as data_sums
 from autoplan.forecast import Memory
+from autoplan.holding import Sizes, fullest, is_split, moments, order
 from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group
 from autoplan.schemes import degree_of
 from costmodel.memory import Widths, states, widths
 from costmodel.opkey import RankGroup
-from runtime.schedule import Action, schedule
+from runtime.action import Action
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,15 @@ class Step:
         return degree_of(self.axes, axis)
 
     @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return max(self.stage_ranks) + 1
+
+    @property
+    def is_split(self) -> bool:
+        return is_split(self.schedule)
+
+    @property
     def shards(self) -> int:
         """Ranks that share states."""
         return (self.zero_group or self.degree("dp")) if self.zero else 1
@@ -73,7 +87,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a stage's actions, of what follows them, and of the late sums of gradients, which run beside the next step."""
+    """Seconds of a stage's actions, of what follows them, and of the late sums of gradients, which run beside the next step. Split:
+    `backward_s` of the inputs' half, `weights_s` of the other."""
 
     forward_s: float
     first_forward_s: float
@@ -81,11 +96,22 @@ class Durations:
     last_backward_s: float
     tail: tuple[tuple[str, str, float], ...]  # (name, stream, seconds)
     late: tuple[tuple[str, str, float], ...] = ()
+    weights_s: float = 0.0
+    last_weights_s: float = 0.0
 
     def of(self, action: Action, num_micro_batches: int) -> float:
+        is_last = action.micro_batch == num_micro_batches - 1
         if action.kind == "F":
             return self.first_forward_s if action.micro_batch == 0 else self.forward_s
-        return self.last_backward_s if action.micro_batch == num_micro_batches - 1 else self.backward_s
+        if action.kind == "BW":
+            return self.last_weights_s if is_last else self.weights_s
+        return self.last_backward_s if is_last else self.backward_s
+
+    def passes_s(self, num_micro_batches: int) -> float:
+        """All actions of a step."""
+        more = num_micro_batches - 1
+        once = self.first_forward_s + self.last_backward_s + self.last_weights_s
+        return once + more * (self.forward_s + self.backward_s + self.weights_s)
 
     @property
     def tail_s(self) -> float:
@@ -104,8 +130,9 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     """Seconds of the actions of one stage: the module's formulas."""
     width = stage_widths(load, step)
     forward_s = load.forward.seconds
-    backward_s = load.backward.seconds + load.recompute.seconds
-    first_s, last_s = forward_s + load.preamble_s, backward_s
+    weights_s = load.weights_s if step.is_split else 0.0
+    backward_s = load.backward.seconds + load.recompute.seconds - weights_s
+    first_s, last_s, last_weights_s = forward_s + load.preamble_s, backward_s, weights_s
     dp = step.degree("dp")
     group = axis_group(step.axes, "dp", pricer.device)
     shards = RankGroup(step.shards, group.stride, group.start, group.concurrent)
@@ -118,11 +145,16 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         gathers = [pricer.collective("all_gather", unit * width.parameter, shards) for unit in load.units]
         scatters = [0.0 if is_own else pricer.collective("reduce_scatter", int(unit * share) * width.gradient, shards) for unit in load.units]
         g_all, r_all, g, r = sum(gathers), sum(scatters), max(gathers, default=0.0), max(scatters, default=0.0)
-        first_s = _beside(step, first_s, g_all, g)
-        last_s = _beside(step, backward_s, r_all, r)
-        if step.zero >= 2:
+        if step.is_split:
+            total = sum(load.units)
+            first_s += pricer.collective("all_gather", total * width.parameter, shards)
+            last_weights_s += pricer.collective("reduce_scatter", int(total * share) * width.gradient, shards)
+        else:
+            first_s = _beside(step, first_s, g_all, g)
+            last_s = _beside(step, backward_s, r_all, r)
+        if step.zero >= 2 and not step.is_split:
             backward_s = last_s
-        if step.zero == 3:
+        if step.zero == 3 and not step.is_split:
             forward_s = _beside(step, forward_s, g_all, g)
             backward_s = last_s = _beside(step, load.backward.seconds + load.recompute.seconds, g_all + r_all, g + r)
         if step.shards < dp:
@@ -137,7 +169,7 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
         total = sum(size for name, size in load.deferred if name == axis) // step.shards  # local shards are summed
         tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device))))
-    if load.tied_bytes and len(step.stage_ranks) > 1:
+    if load.tied_bytes:
         tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp", pricer.device))))
     update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, step.num_servers)), step.optimizer, float(width.total), pricer.device)
     if step.sync == "allreduce" or dp == 1:
@@ -147,9 +179,9 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         tail.append(("optimizer", "compute", update_s))
         tail.append(("pull", "dp", pricer.collective("pull", trained * _rest_width(width), group, step.num_servers)))
     else:
-        busy_s = first_s + last_s + (step.num_micro_batches - 1) * (forward_s + backward_s)
+        busy_s = Durations(forward_s, first_s, backward_s, last_s, (), (), weights_s, last_weights_s).passes_s(step.num_micro_batches)
         tail += _asynchronous(pricer, group, trained * width.gradient, trained * _rest_width(width), update_s, step.num_servers, busy_s)
-    return Durations(forward_s, first_s, backward_s, last_s, tuple(tail), late)
+    return Durations(forward_s, first_s, backward_s, last_s, tuple(tail), late, weights_s, last_weights_s)
 
 
 def _rest_width(width: Widths) -> int:
@@ -191,20 +223,18 @@ def send_s(pricer: Pricer, step: Step, src: int, dst: int, num_bytes: int) -> fl
 
 @dataclass(frozen=True)
 class Timeline:
-    """The replayed step. `end_s` of each pipeline rank's last action, `busy_s` of its actions, `held` the most micro-batches
-    that each stage holds at once."""
+    """The replayed step. `end_s` of each pipeline rank's last action, `busy_s` of its actions."""
 
     actions: tuple[tuple[Action, float, float], ...]
     transfers: tuple[tuple[int, int, int, str, float, float], ...]  # src stage, dst stage, micro-batch, kind, start, end
     end_s: tuple[float, ...]
     busy_s: tuple[float, ...]
-    held: tuple[int, ...]
 
 
 def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> Timeline:
     """Run the schedule: the module's recurrences."""
     m = step.num_micro_batches
-    plan = schedule(step.schedule, step.stage_ranks, m)
+    plan = order(step.schedule, step.stage_ranks, m)
     forward: dict[tuple[int, int], float] = {}
     for load in loads:
         for send in load.sends:
@@ -214,8 +244,8 @@ def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Ste
         for send in load.sends:
             if send.grad:
                 backward[send.dst, load.index] = backward.get((send.dst, load.index), 0.0) + send_s(pricer, step, load.index, send.dst, send.num_bytes)
-    outgoing = {"F": _by_source(forward), "B": _by_source(backward)}
-    waits = {"F": _by_target(forward), "B": _by_target(backward)}
+    outgoing = {"F": _by_source(forward), "B": _by_source(backward), "BW": {}}
+    waits = {"F": _by_target(forward), "B": _by_target(backward), "BW": {}}
     arrived: dict[tuple[str, int, int, int], float] = {}
     channel: dict[tuple[int, int], float] = {}
     free = [0.0] * len(plan)
@@ -231,7 +261,8 @@ def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Ste
             while at[rank] < len(own):
                 action = own[at[rank]]
                 s, k = action.stage, action.micro_batch
-                needed = [arrived.get((action.kind, src, s, k)) for src in waits[action.kind].get(s, ())]
+                kind = "B" if action.kind == "BI" else action.kind
+                needed = [arrived.get((kind, src, s, k)) for src in waits[kind].get(s, ())]
                 if any(time is None for time in needed):
                     break
                 start = max([free[rank], *(time for time in needed if time is not None)])
@@ -239,17 +270,18 @@ def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Ste
                 end = start + seconds
                 free[rank], busy[rank] = end, busy[rank] + seconds
                 done.append((action, start, end))
-                for dst, duration in outgoing[action.kind].get(s, ()):
+                for dst, duration in outgoing[kind].get(s, ()):
                     key = (rank, step.stage_ranks[dst])
                     begin = max(end, channel.get(key, 0.0)) if duration else end
-                    arrived[action.kind, s, dst, k] = channel[key] = begin + duration
+                    arrived[kind, s, dst, k] = begin + duration
                     if duration:
-                        moves.append((s, dst, k, action.kind, begin, begin + duration))
+                        channel[key] = begin + duration
+                        moves.append((s, dst, k, kind, begin, begin + duration))
                 at[rank] += 1
                 progressed = True
         pending = [rank for rank in pending if at[rank] < len(plan[rank])]
         assert progressed or not pending, "the schedule waits for itself"
-    return Timeline(tuple(done), tuple(moves), tuple(free), tuple(busy), _held(plan, len(loads)))
+    return Timeline(tuple(done), tuple(moves), tuple(free), tuple(busy))
 
 
 def _by_source(edges: Mapping[tuple[int, int], float]) -> dict[int, tuple[tuple[int, float], ...]]:
@@ -266,50 +298,43 @@ def _by_target(edges: Mapping[tuple[int, int], float]) -> dict[int, tuple[int, .
     return found
 
 
-def _held(plan: tuple[tuple[Action, ...], ...], num_stages: int) -> tuple[int, ...]:
-    now, most = [0] * num_stages, [0] * num_stages
-    for own in plan:
-        for action in own:
-            now[action.stage] += 1 if action.kind == "F" else -1
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return tuple(most)
-
-
-def held(step: Step, stage: int) -> int:
-    """The most micro-batches that a stage holds at once, one stage a rank."""
-    m = step.num_micro_batches
-    return min(len(step.stage_ranks) - stage, m) if step.schedule == "1f1b" else m
+def tails_s(times: tuple[Durations, ...], step: Step) -> tuple[float, ...]:
+    """Seconds that follow the last action of each pipeline rank."""
+    return tuple(sum(time.tail_s for s, time in enumerate(times) if step.stage_ranks[s] == rank) for rank in range(step.num_ranks))
 
 
 def least_step(times: tuple[Durations, ...], step: Step) -> tuple[float, float]:
-    """(least seconds of a step, of them idle on its slowest stage): the wait for the first micro-batch and all own work."""
+    """(least seconds of a step, of them idle on its slowest rank): the wait for the first micro-batch and all own work."""
     m, wait_s = step.num_micro_batches, 0.0
-    best = (late_s(times, step), 0.0)
-    for time in times:
-        own_s = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s) + time.tail_s
-        best = max(best, (wait_s + own_s, wait_s))
+    first, own_s = [0.0] * step.num_ranks, list(tails_s(times, step))
+    seen: set[int] = set()
+    for time, rank in zip(times, step.stage_ranks, strict=True):
+        if rank not in seen:
+            first[rank] = wait_s
+            seen.add(rank)
+        own_s[rank] += time.passes_s(m)
         wait_s += time.first_forward_s
-    return best
+    return max((late_s(times, step), 0.0), *((wait + own, wait) for wait, own in zip(first, own_s, strict=True)))
 
 
 def step_seconds(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
     """(seconds of a step, of them idle on the rank that idles most), by replay.
 
-    Once a pipeline is full every further micro-batch takes as long as the one before, so of a long step only 3 n and 4 n
-    micro-batches are played (n stages) and the rest follows by proportion.
+    Once a pipeline is full every further round of p micro-batches takes as long as the one before (p pipeline ranks), so of a long
+    step only the first few rounds are played, with as many micro-batches left over as the step has, and the rest follows by proportion.
     """
-    n, m = len(loads), step.num_micro_batches
-    if m <= 4 * n + 8:
+    p, m = step.num_ranks, step.num_micro_batches
+    rounds, over = -(-8 // p), m % p
+    short, longer = ((3 + extra) * rounds * p + over for extra in (0, 1))
+    if m <= longer:
         return _played(loads, times, step, pricer)
-    short, longer = (replace(step, num_micro_batches=count) for count in (3 * n + 4, 4 * n + 8))
-    (a_s, a_idle_s), (b_s, b_idle_s) = (_played(loads, times, part, pricer) for part in (short, longer))
-    rest = (m - longer.num_micro_batches) / (longer.num_micro_batches - short.num_micro_batches)
+    (a_s, a_idle_s), (b_s, b_idle_s) = (_played(loads, times, replace(step, num_micro_batches=count), pricer) for count in (short, longer))
+    rest = (m - longer) / (longer - short)
     return b_s + rest * (b_s - a_s), b_idle_s + rest * max(0.0, b_idle_s - a_idle_s)
 
 
 def _played(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> tuple[float, float]:
-    line = replay(loads, times, step, pricer)
-    tails = [sum(time.tail_s for time, own in zip(times, step.stage_ranks, strict=True) if own == rank) for rank in range(len(line.end_s))]
+    line, tails = replay(loads, times, step, pricer), tails_s(times, step)
     step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
     return step_s, max(step_s - busy - tail for busy, tail in zip(line.busy_s, tails, strict=True))
 
@@ -319,18 +344,30 @@ def late_s(times: Sequence[Durations], step: Step) -> float:
     return max(sum(time.late_s for time, own in zip(times, step.stage_ranks, strict=True) if own == rank) for rank in dict.fromkeys(step.stage_ranks))
 
 
-def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) -> Memory:
-    """Bytes of one rank of a stage that holds `held` micro-batches."""
+def memories(loads: tuple[StageLoad, ...], step: Step) -> tuple[Memory, ...]:
+    """Bytes of every stage at the fullest moment of its rank: those of a rank's stages add up to what the rank holds."""
+    sizes = {load.index: Sizes(load.saved_bytes, load.put_off_bytes if step.is_split else 0, load.transient_bytes) for load in loads}
+    held: dict[int, int] = {}
+    for candidates in moments(step.schedule, step.stage_ranks, step.num_micro_batches):
+        moment, _ = fullest(candidates, sizes)
+        held.update((s, saved * sizes[s].saved + put_off * sizes[s].put_off) for s, saved, put_off in moment.counts)
+        held[moment.running] += sizes[moment.running].transient
+    return tuple(stage_memory(load, step, held[load.index], received_bytes(loads, load.index, step)) for load in loads)
+
+
+def stage_memory(load: StageLoad, step: Step, held_bytes: int, received_bytes: int) -> Memory:
+    """Bytes of one rank of a stage, `held_bytes` of them for its backward passes."""
     width = stage_widths(load, step)
-    kept = states(load.trained_elements, width, step.zero if step.shards > 1 else 0, step.shards, max(load.units, default=0))
+    zero = min(step.zero, 1) if step.is_split else step.zero
+    kept = states(load.trained_elements, width, zero if step.shards > 1 else 0, step.shards, max(load.units, default=0))
     frozen = load.parameter_elements - load.trained_elements
-    frozen_bytes = width.parameter * (-(-frozen // step.shards) if step.zero == 3 else frozen)
+    frozen_bytes = width.parameter * (-(-frozen // step.shards) if zero == 3 else frozen)
     parameters, gathered = kept.parameters + frozen_bytes, kept.gathered
-    if step.zero in (1, 2) and step.shards > 1 and width.master == 0:  # shards are at rest, and a gathered copy beside them
+    if zero in (1, 2) and step.shards > 1 and width.master == 0:  # shards are at rest, and a gathered copy beside them
         parameters, gathered = width.parameter * -(-load.parameter_elements // step.shards), parameters
     if width.master:  # masters are what rests (counted with the optimizer); the working copy is kept through a step, or gathered
-        if step.zero and step.shards > 1:
-            parameters, gathered = 0, gathered if step.zero == 3 else parameters
+        if zero and step.shards > 1:
+            parameters, gathered = 0, gathered if zero == 3 else parameters
         parameters += width.master * -(-frozen // step.shards)
     own = sum_memory(step.sums, load, width, step.zero, step.degree("dp"))
     bucket = own.communication or (min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0)
@@ -347,22 +384,23 @@ def stage_memory(load: StageLoad, step: Step, held: int, received_bytes: int) ->
         parameters=parameters,
         gradients=kept.gradients + int(own.gradients),
         optimizer=optimizer,
-        activations=held * load.saved_bytes + load.transient_bytes,
+        activations=held_bytes,
         buffers=load.buffer_bytes,
         communication=gathered + bucket + 2 * received_bytes,
         residuals=int(own.residuals),
     )
 
 
-def by_rank(memories: Sequence[Memory], stage_ranks: Sequence[int]) -> list[Memory]:
+def by_rank(each: Sequence[Memory], stage_ranks: Sequence[int]) -> list[Memory]:
     """Of every stage, the memory of its rank: that of all stages on it."""
     totals: dict[int, Memory] = {}
-    for memory, rank in zip(memories, stage_ranks, strict=True):
+    for memory, rank in zip(each, stage_ranks, strict=True):
         so_far = totals.get(rank, Memory())
         totals[rank] = Memory(**{f.name: getattr(so_far, f.name) + getattr(memory, f.name) for f in fields(Memory)})
     return [totals[rank] for rank in stage_ranks]
 
 
-def received_bytes(loads: tuple[StageLoad, ...], stage: int) -> int:
-    """Bytes that a stage receives for one micro-batch."""
-    return sum(send.num_bytes for load in loads for send in load.sends if send.dst == stage)
+def received_bytes(loads: tuple[StageLoad, ...], stage: int, step: Step) -> int:
+    """Bytes that a stage receives from other ranks for one micro-batch."""
+    ranks = step.stage_ranks
+    return sum(send.num_bytes for load in loads for send in load.sends if send.dst == stage and ranks[load.index] != ranks[stage])

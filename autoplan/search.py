@@ -14,6 +14,7 @@ from autoplan.lower import lower
 from autoplan.notes import blocks_of_pattern, op_notes
 from autoplan.outcome import Outcome, Result
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
+from autoplan.replay import by_rank
 from autoplan.simulate import assemble, forecast
 from autoplan.units import figures, num_bytes, seconds
 from autoplan.workload import model_of
@@ -88,8 +89,9 @@ def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
         if told.peak_memory_bytes <= result.limit_bytes:
             found.append((replace(plan, forecast=told), result))
         else:
-            fullest = max(told.stages, key=lambda stage: stage.memory.total)
-            dropped.append((result, replace(result, memory=fullest.memory, fullest=fullest.stage)))
+            held = by_rank([stage.memory for stage in told.stages], result.stage_ranks)
+            fullest = max(range(len(held)), key=lambda stage: held[stage].total)
+            dropped.append((result, replace(result, memory=held[fullest], fullest=fullest)))
     kept = [result for result in outcome.fitting if not any(result is seen for seen, _ in dropped)]
     known = replace(outcome, fitting=kept, too_large=[*(real for _, real in dropped), *outcome.too_large])
     if not found:
@@ -101,7 +103,7 @@ def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
 def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
     """The plan of one result, with everything that the search knows beside it."""
     task, graph, shape = searcher.task, searcher.task.graph, best.shape
-    ranks = searcher.step(shape, best.storing).stage_ranks
+    ranks = best.stage_ranks
     stages = tuple(
         StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank) for rank, a, b in zip(ranks, best.starts, best.starts[1:], strict=False)
     )
@@ -174,7 +176,7 @@ def summary(result: Result) -> str:
     if storing.zero:
         parts.append(f"ZeRO {storing.zero}")
     if shape.pp > 1:
-        parts.append(shape.schedule)
+        parts.append(shape.schedule if shape.schedule != "interleaved" else f"interleaved {shape.num_chunks}")
     parts.append(f"{shape.num_micro_batches} x {shape.rows} rows")
     if storing.recompute != "none":
         parts.append(f"recompute {storing.recompute}")
@@ -198,6 +200,12 @@ def _kind(result: Result) -> tuple:
     return (result.shape.axes, result.storing.zero)
 
 
+def fullest_of(result: Result) -> str:
+    """The stage with the most memory; the pipeline rank, where one has several stages."""
+    ranks = result.stage_ranks
+    return f"pipeline rank {ranks[result.fullest]}" if len(set(ranks)) < len(ranks) else f"stage {result.fullest}"
+
+
 def why_lost(result: Result, best: Result) -> str:
     """The reason in one line: memory and its kind, or the part of the time that grew most."""
     if not result.fits:
@@ -206,7 +214,7 @@ def why_lost(result: Result, best: Result) -> str:
         }
         kind = max(kinds, key=lambda name: kinds[name])
         over = result.memory.total - result.limit_bytes
-        return f"does not fit: stage {result.fullest} needs {num_bytes(over)} more than the limit, mostly {kind} ({num_bytes(kinds[kind])})"
+        return f"does not fit: {fullest_of(result)} needs {num_bytes(over)} more than the limit, mostly {kind} ({num_bytes(kinds[kind])})"
     slower = result.step_s / best.step_s - 1
     if slower <= 0:
         return "as fast, needs more memory"
@@ -221,15 +229,17 @@ def parts_of(result: Result) -> dict[str, float]:
     """Seconds of a step on the slowest stage, by what they are spent on."""
     m = result.shape.num_micro_batches
     stage = max(range(len(result.loads)), key=lambda j: result.loads[j].slot_s)
-    load, time = result.loads[stage], result.times[stage]
-    passes = time.first_forward_s + time.last_backward_s + (m - 1) * (time.forward_s + time.backward_s)
+    ranks = result.stage_ranks
+    own = [j for j in range(len(result.loads)) if ranks[j] == ranks[stage]]  # the stages of its rank
+    loads, times = [result.loads[j] for j in own], [result.times[j] for j in own]
+    passes, tail_s = sum(time.passes_s(m) for time in times), sum(time.tail_s for time in times)
     found = {
-        "operators": m * (load.forward.compute_s + load.backward.compute_s),
-        "tensor collectives": m * (load.forward.collective_s + load.backward.collective_s),
-        "recomputation": m * load.recompute.seconds,
-        "parameter gathers": max(0.0, passes - m * load.slot_s),
-        "idle times of the pipeline": max(0.0, result.step_s - passes - time.tail_s),
-        "gradient sums and optimizer": time.tail_s,
+        "operators": m * sum(load.forward.compute_s + load.backward.compute_s for load in loads),
+        "tensor collectives": m * sum(load.forward.collective_s + load.backward.collective_s for load in loads),
+        "recomputation": m * sum(load.recompute.seconds for load in loads),
+        "parameter gathers": max(0.0, passes - m * sum(load.slot_s for load in loads)),
+        "idle times of the pipeline": max(0.0, result.step_s - passes - tail_s),
+        "gradient sums and optimizer": tail_s,
     }
     return {name: spent if spent > 1e-9 * result.step_s else 0.0 for name, spent in found.items()}
 
@@ -238,7 +248,7 @@ def _reasons(best: Result, outcome: Outcome) -> tuple[str, ...]:
     parts = parts_of(best)
     shares = sorted(((name, spent) for name, spent in parts.items() if spent > 0.005 * best.step_s), key=lambda item: -item[1])
     lines = ["the step spends " + ", ".join(f"{spent / best.step_s:.0%} on {name}" for name, spent in shares)]
-    lines.append(f"stage {best.fullest} is the fullest: {num_bytes(best.memory.total)} of {num_bytes(best.limit_bytes)}")
+    lines.append(f"{fullest_of(best)} is the fullest: {num_bytes(best.memory.total)} of {num_bytes(best.limit_bytes)}")
     fitting = {(r.shape.axes, r.storing) for r in outcome.fitting}
     lines.append(
         f"{len(outcome.bounds)} combinations of mesh, micro-batch and schedule: {len(outcome.worked_out)} worked out, "

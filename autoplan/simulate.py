@@ -17,7 +17,7 @@ from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan, served_by
 from autoplan.price import Pricer, axis_group, precision_left
-from autoplan.replay import Durations, Step, Timeline, by_rank, durations, late_s, received_bytes, replay, stage_memory, stage_widths
+from autoplan.replay import Durations, Step, Timeline, by_rank, durations, late_s, memories, replay, stage_widths, tails_s
 from autoplan.workload import load_of, model_of
 from costmodel.opkey import RankGroup
 from costmodel.prices import Prices
@@ -34,7 +34,7 @@ def assemble(
     """The forecast of a step from the loads of its stages, on the ranks that share a pipeline with `pricer.device`; `times` where they are known."""
     times = times or tuple(durations(load, step, pricer) for load in loads)
     line = replay(loads, times, step, pricer)
-    tails = [sum(times[s].tail_s for s, r in enumerate(step.stage_ranks) if r == rank) for rank in range(len(line.end_s))]
+    tails, kept = tails_s(times, step), memories(loads, step)
     step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
     m, line_of = step.num_micro_batches, axis_group(step.axes, "pp", pricer.device)
     forecasts = []
@@ -46,11 +46,11 @@ def assemble(
                 first_block=load.first_block,
                 last_block=load.last_block,
                 forward_s=time.forward_s,
-                backward_s=time.backward_s,
+                backward_s=time.backward_s + time.weights_s,
                 busy_s=line.busy_s[rank] + tails[rank],
                 idle_s=_idle(step_s, line.busy_s[rank] + tails[rank]),
                 flops=load.flops * m,
-                memory=stage_memory(load, step, line.held[load.index], received_bytes(loads, load.index)),
+                memory=kept[load.index],
                 memory_limit_bytes=pricer.prices.memory_limit_bytes(line_of.start + rank * line_of.stride),
             )
         )
@@ -58,7 +58,7 @@ def assemble(
     peak = pricer.prices.peak_flops_per_s(model.dtype) * world
     return Forecast(
         step_time_s=step_s,
-        peak_memory_bytes=max(memory.total for memory in by_rank([f.memory for f in forecasts], step.stage_ranks)),
+        peak_memory_bytes=max(memory.total for memory in by_rank(kept, step.stage_ranks)),
         tokens_per_s=model.tokens / step_s if step_s else 0.0,
         mfu=3 * model.flops / (step_s * peak) if step_s and peak else 0.0,
         bubble=sum(_idle(step_s, busy + tail) for busy, tail in zip(line.busy_s, tails, strict=True)) / (step_s * len(tails)) if step_s else 0.0,
@@ -94,16 +94,18 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
     for item in load.traffic:
         add(item.kind, item.axis, item.phase, item.num_bytes, m)
     for send in load.sends:
-        add("send", "pp", "forward", send.num_bytes, m)
+        if step.stage_ranks[send.dst] != step.stage_ranks[load.index]:
+            add("send", "pp", "forward", send.num_bytes, m)
     width = stage_widths(load, step)
     if step.zero and step.shards > 1:
         share = load.trained_elements / max(1, load.parameter_elements)
-        for unit in load.units:
-            add("all_gather", "dp", "forward", unit * width.parameter, m if step.zero == 3 else 1)
-            if step.zero == 3:
+        zero, units = (1, (sum(load.units),)) if step.is_split else (step.zero, load.units)
+        for unit in units:
+            add("all_gather", "dp", "forward", unit * width.parameter, m if zero == 3 else 1)
+            if zero == 3:
                 add("all_gather", "dp", "backward", unit * width.parameter, m)
             if not step.sums.is_own:
-                add("reduce_scatter", "dp", "reduce", int(unit * share) * width.gradient, 1 if step.zero == 1 else m)
+                add("reduce_scatter", "dp", "reduce", int(unit * share) * width.gradient, 1 if zero == 1 else m)
     elif step.degree("dp") > 1 and step.sync == "allreduce" and not step.sums.is_own:
         total = load.trained_elements * width.gradient
         add("all_reduce", "dp", "reduce", total, 1)
@@ -119,7 +121,7 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
         add("reduce_scatter" if step.zero else "all_reduce", "dp", "reduce", load.trained_elements * width.gradient, 1)
     for axis, num_bytes in load.deferred:
         add("all_reduce", axis, "reduce", num_bytes // step.shards, 1)
-    if load.tied_bytes and len(step.stage_ranks) > 1:
+    if load.tied_bytes:
         add("send", "tied", "reduce", load.tied_bytes, 1)
     return tuple(CollectiveUse(kind, axis, phase, size, count) for (kind, axis, phase), (size, count) in sorted(totals.items()))
 
@@ -136,17 +138,19 @@ def _events(line: Timeline, times: tuple[Durations, ...], step: Step, ranks: Ran
     ]  # fmt: skip
     for src, dst, k, kind, start, end in line.transfers:
         events.append(Event(first + step.stage_ranks[src] * stride, "pp", f"send {kind} {src}>{dst}.{k}", "transfer", round(start, 9), round(end, 9), src, k))
+    ends = list(line.end_s)
     for stage, time in enumerate(times):
         rank = step.stage_ranks[stage]
         at = 0.0
         for name, stream, seconds in time.late:
             events.append(Event(rank * stride, stream, name + LATE, "reduce", round(at, 9), round(at + seconds, 9), stage))
             at += seconds
-        at = line.end_s[rank]
+        at = ends[rank]
         for name, stream, seconds in time.tail:
             kind = "optimizer" if name == "optimizer" else "reduce"
             events.append(Event(first + rank * stride, stream, name, kind, round(at, 9), round(at + seconds, 9), stage))
             at += seconds
+        ends[rank] = at
     if len(events) > MAX_EVENTS:  # the beginning of the step tells how the rest goes
         events = sorted(events, key=lambda e: (e.start_s, e.rank, e.name))[:MAX_EVENTS]
     return tuple(sorted(events, key=lambda e: (e.rank, e.start_s, e.stream, e.name)))

@@ -1,4 +1,7 @@
-"""The space of plans: every combination of degrees, micro-batch size, ZeRO stage, schedule and recomputation."""
+"""The space of plans: every combination of degrees, micro-batch size, ZeRO stage, schedule and recomputation.
+
+A schedule puts `num_chunks` stages on every pipeline rank: one in gpipe, 1f1b and zb, two in zbv, two or more in interleaved.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from dataclasses import dataclass
 from autoplan.constraints import Constraints
 from autoplan.schemes import SEARCHED, Axes, grids, row_unit, scheme_of
 from autoplan.sync import allows_mesh, is_served
+
+RECOMPUTES = ("none", "selective", "full")  # more time and less memory from left to right
+INTERLEAVED = (2, 4)  # stages on a rank that are tried
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -31,6 +37,14 @@ class Shape:
     cp: int = 1
     ep: int = 1
     context: str = ""  # how attention exchanges over "cp" (autoplan/contextaxis.py)
+    num_chunks: int = 1
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The "pp" coordinate of every stage."""
+        if self.schedule == "zbv":
+            return (*range(self.pp), *reversed(range(self.pp)))
+        return tuple(range(self.pp)) * self.num_chunks
 
     @property
     def tensor(self) -> Axes:
@@ -64,6 +78,11 @@ class Storing:
     zero: int
     recompute: str
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Ascending in time: recomputation only adds to it, and so does a higher ZeRO stage above 0."""
+        return (RECOMPUTES.index(self.recompute), self.zero)
+
 
 @dataclass(frozen=True)
 class Space:
@@ -90,14 +109,20 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
     share is one micro-batch. The rows of a micro-batch divide by ep.
     """
     contexts = contexts or Contexts()
-    fixed_pp = len(constraints.stage_layers) if constraints.stage_layers is not None else constraints.pp
+    num_stages = len(constraints.stage_layers) if constraints.stage_layers is not None else None
     shapes = []
     for cp, ep in ((cp, ep) for cp in contexts.cp for ep in contexts.ep if world_size % (cp * ep) == 0):
         rest = world_size // (cp * ep)
         for tp in divisors(rest):
             for pp in divisors(rest // tp):
                 dp = rest // tp // pp
-                if pp > max_stages or batch % (dp * ep) or not _allows(constraints.tp, tp) or not _allows(fixed_pp, pp) or not _allows(constraints.dp, dp):
+                if (
+                    pp > max_stages
+                    or batch % (dp * ep)
+                    or not _allows(constraints.tp, tp)
+                    or not _allows(constraints.pp, pp)
+                    or not _allows(constraints.dp, dp)
+                ):
                     continue
                 if not allows_mesh(constraints, pp, dp, tp * cp * ep):
                     continue
@@ -108,8 +133,9 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
                     if _allows(constraints.micro_batch_size, rows) and rows % ep == 0:
                         grids = _grids(constraints, tp, rows) if cp == ep == 1 else ((),)
                         ways = contexts.ways(cp, tp)
-                        for grid, way, schedule in itertools.product(grids, ways, _schedules(constraints, pp)):
-                            shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule, grid, cp, ep, way))
+                        for grid, way, (schedule, chunks) in itertools.product(grids, ways, _schedules(constraints, pp, max_stages)):
+                            if _allows(num_stages, pp * chunks):
+                                shapes.append(Shape(pp, dp, tp, rows, share // rows, schedule, grid, cp, ep, way, chunks))
     found = {
         "pp": _values(shape.pp for shape in shapes),
         "dp": _values(shape.dp for shape in shapes),
@@ -119,6 +145,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
         "ep": _values(shape.ep for shape in shapes),
         "micro_batch_size": _values(shape.rows for shape in shapes),
         "schedule": _values(shape.schedule for shape in shapes),
+        "num_chunks": _values(shape.num_chunks for shape in shapes),
         "zero": _values(storing.zero for storing in storings(constraints)),
         "recompute": tuple(dict.fromkeys(storing.recompute for storing in storings(constraints))),
     }
@@ -131,7 +158,7 @@ def storings(constraints: Constraints) -> tuple[Storing, ...]:
     free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
     free = (0,) if is_served(constraints) or constraints.compression == "1bit-adam" else free  # servers keep states; every rank needs whole momenta
     zeros = (constraints.zero,) if constraints.zero is not None else free
-    recomputes = (constraints.recompute,) if constraints.recompute is not None else ("none", "full")
+    recomputes = (constraints.recompute,) if constraints.recompute is not None else RECOMPUTES
     return tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
 
 
@@ -150,10 +177,16 @@ def _allows(fixed: int | None, value: int) -> bool:
     return fixed is None or fixed == value
 
 
-def _schedules(constraints: Constraints, pp: int) -> tuple[str, ...]:
-    if constraints.schedule is not None:
-        return (constraints.schedule,)
-    return ("1f1b", "gpipe") if pp > 1 else ("1f1b",)
+def _schedules(constraints: Constraints, pp: int, max_stages: int) -> tuple[tuple[str, int], ...]:
+    """Schedules and the stages that they put on a rank."""
+    free = ("1f1b", "gpipe", "interleaved", "zb", "zbv")[: 5 if constraints.sums_plainly else 2] if pp > 1 else ("1f1b",)
+    found = []
+    for name in (constraints.schedule,) if constraints.schedule is not None else free:
+        counts = {"interleaved": INTERLEAVED, "zbv": (2,)}.get(name, (1,))
+        if name == "interleaved" and constraints.num_chunks is not None:
+            counts = (constraints.num_chunks,)
+        found += [(name, chunks) for chunks in counts if pp * chunks <= max_stages and _allows(constraints.num_chunks, chunks)]
+    return tuple(found)
 
 
 def _values(items) -> tuple:

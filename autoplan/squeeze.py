@@ -121,7 +121,8 @@ def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget 
     graph, stage = place.chooser.outline.graph, result.fullest
     inside = range(result.starts[stage], result.starts[stage + 1])
     count = sum(graph.blocks[i].pattern == name for i in inside)
-    if not count:
+    is_plain = not place.step.is_split and place.step.num_ranks == len(place.step.stage_ranks) and place.recompute != "selective"
+    if not count or not is_plain:
         return None
     point, main = result.chosen.point(name), place.blocks[name]
     states = bounds.state_bytes(place.step) / bounds.width_at_rest

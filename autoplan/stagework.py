@@ -1,7 +1,8 @@
 """Stages from choices: block choices, boundaries and a way of saving memory become the loads of the replay.
 
 A recomputed block keeps what enters it instead of what its operators save, runs its forward pass again before its
-backward pass, and holds what it saves for that moment alone.
+backward pass, and holds what it saves for that moment alone. Recomputed selectively (runtime/selective.py) it also keeps the results
+of its products and does not repeat them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autoplan.blockprices import data_uses
 from autoplan.choose import Chosen, Outline
 from autoplan.datasums import element_bytes
 from autoplan.gridprices import weight_parts
+from autoplan.holding import moments, num_stages_held
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.localcontext import LocalContext, context_exchanges, resting_bytes
@@ -37,23 +39,51 @@ class BlockLoad:
     point: BlockPoint
     enter_bytes: int
     leave_bytes: int
-    recomputed: bool
+    recompute: str  # "none", "selective", "full"
     data: tuple[Traffic, ...]
     data_s: tuple[float, float]  # forward, backward
     deferred: tuple[tuple[str, int], ...] = ()
     compressed_bytes: int = 0  # of all columns of its gradients, where they are compressed
 
     @property
+    def recomputed(self) -> bool:
+        return self.recompute != "none"
+
+    @property
+    def forward(self) -> Pass:
+        return Pass(self.point.forward_s - self.point.forward_move_s, self.point.forward_move_s + self.data_s[0])
+
+    @property
+    def backward(self) -> Pass:
+        return Pass(self.point.backward_s - self.point.backward_move_s, self.point.backward_move_s + self.data_s[1])
+
+    @property
+    def again(self) -> Pass:
+        """What is run again before the backward pass."""
+        if self.recompute == "none":
+            return Pass()
+        kept_s = self.point.kept_s if self.recompute == "selective" else 0.0
+        return Pass(self.forward.compute_s - kept_s, self.forward.collective_s)
+
+    @property
     def slot_s(self) -> float:
-        return self.point.seconds + sum(self.data_s) + (self.point.forward_s + self.data_s[0] if self.recomputed else 0.0)
+        return self.forward.seconds + self.backward.seconds + self.again.seconds
 
     @property
     def saved_bytes(self) -> int:
-        return self.enter_bytes if self.recomputed else self.point.saved_bytes
+        if self.recompute == "none":
+            return self.point.saved_bytes
+        return self.enter_bytes + (self.point.kept_bytes if self.recompute == "selective" else 0)
 
     @property
     def transient_bytes(self) -> int:
-        return self.point.saved_bytes if self.recomputed else 0
+        return {"none": 0, "selective": self.point.repeated_bytes, "full": self.point.saved_bytes}[self.recompute]
+
+    @property
+    def flops(self) -> int:
+        """Of both passes, recomputation included."""
+        again = {"none": 0, "selective": self.point.flops - self.point.kept_flops, "full": self.point.flops}[self.recompute]
+        return 3 * self.point.flops + again
 
 
 class Work:
@@ -69,11 +99,11 @@ class Work:
         self._sent: dict[tuple[int, ...], Mapping[int, tuple[Send, ...]]] = {}
         has_layers = any(block.layer for block in outline.graph.blocks)
         self.loads: Mapping[str, BlockLoad] = {
-            pattern: self._block(pattern, recompute == "full" and (not has_layers or outline.graph.blocks[number].layer))
+            pattern: self._block(pattern, recompute if not has_layers or outline.graph.blocks[number].layer else "none")
             for pattern, number in outline.examples.items()
         }
 
-    def _block(self, pattern: str, recomputed: bool) -> BlockLoad:
+    def _block(self, pattern: str, recompute: str) -> BlockLoad:
         enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], self.chosen.boundary)
         kept = {name: layout for name, layout in enters.items() if self.outline.graph.values[name].requires_grad}
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
@@ -92,7 +122,7 @@ class Work:
             moved, data_s = (*moved, *found.traffic), (data_s[0] + found.forward_s, data_s[1] + found.backward_s)
             deferred = (*deferred, (context.name, resting_bytes(context, self.local, point.rests)))
         sent = self._compressed_bytes(point, self.step.degree("dp"))
-        return BlockLoad(point, size(kept.items()), size(leaves), recomputed, moved, data_s, deferred, sent)
+        return BlockLoad(point, size(kept.items()), size(leaves), recompute, moved, data_s, deferred, sent)
 
     def _compressed_bytes(self, point: BlockPoint, num_ranks: int) -> int:
         compression, graph = self.step.sums.compression, self.outline.graph
@@ -121,11 +151,12 @@ class Work:
         return np.array([seconds * block.point.trained_bytes for block in self.blocks])
 
     def fits(self, step: Step, width: Widths, limit_bytes: int) -> list[np.ndarray]:
-        """fits[j][a, b]: stage j can hold blocks [a, b) (simulate.stage_memory, never below it)."""
+        """fits[j][a, b]: stage j can hold blocks [a, b) (replay.stage_memory, never below it), in an equal share of its rank's memory
+        where the rank has several stages."""
         trained = _spans([b.point.trained_elements for b in self.blocks])
         frozen = _spans([b.point.parameter_elements - b.point.trained_elements for b in self.blocks])
         saved = _spans([b.saved_bytes for b in self.blocks])
-        n, zero = step.shards, step.zero if step.shards > 1 else 0
+        n, zero = step.shards, (min(step.zero, 1) if step.is_split else step.zero) if step.shards > 1 else 0
         shard = width.parameter / n if zero in (1, 2) and width.master == 0 else 0
         states = (
             width.parameter / (n if zero == 3 else 1)
@@ -140,20 +171,24 @@ class Work:
         fixed = largest + bucket + received + max(b.transient_bytes for b in self.blocks) + self.buffer_bytes(0, len(self.outline.graph.blocks))
         wires = 2 * _spans([b.compressed_bytes for b in self.blocks])
         rest = wires + trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed
-        stages, m = step.degree("pp"), step.num_micro_batches
-        held = [m if step.schedule == "gpipe" else min(stages - j, m) for j in range(stages)]
-        return [rest + count * saved <= limit_bytes for count in held]
+        put_off = _spans([b.point.put_off_bytes for b in self.blocks]) if step.is_split else 0 * saved
+        share = limit_bytes / num_stages_held(step.stage_ranks)  # of each stage of a rank that has several
+        found: list[np.ndarray] = [np.array(True)] * len(step.stage_ranks)
+        for candidates in moments(step.schedule, step.stage_ranks, step.num_micro_batches):
+            for stage, num_saved, num_put_off in dict.fromkeys(counts for moment in candidates for counts in moment.counts):
+                found[stage] = found[stage] & (rest + num_saved * saved + num_put_off * put_off <= share)
+        return found
 
     def buffer_bytes(self, start: int, stop: int) -> int:
         """Bytes of buffers and constants that graph blocks [start, stop) read."""
         found = self.outline.buffers.items()
         return sum(self.local.num_bytes(name) for name, blocks in found if any(start <= number < stop for number in blocks))
 
-    def stage_loads(self, starts: tuple[int, ...]) -> tuple[StageLoad, ...]:
-        """Loads of the stages that begin at graph blocks `starts` (the last entry is the end)."""
-        return tuple(self._stage(j, a, b, starts) for j, (a, b) in enumerate(itertools.pairwise(starts)))
+    def stage_loads(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[StageLoad, ...]:
+        """Loads of the stages that begin at graph blocks `starts` (the last entry is the end), stage s on rank `stage_ranks[s]`."""
+        return tuple(self._stage(j, a, b, starts, stage_ranks) for j, (a, b) in enumerate(itertools.pairwise(starts)))
 
-    def _stage(self, index: int, start: int, stop: int, starts: tuple[int, ...]) -> StageLoad:
+    def _stage(self, index: int, start: int, stop: int, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> StageLoad:
         graph = self.outline.graph
         numbers = [n for n in self.outline.blocks if start <= n < stop]
         blocks = [self.loads[graph.blocks[n].pattern] for n in numbers]
@@ -163,12 +198,10 @@ class Work:
         deferred: list[tuple[str, int]] = []
         for block in blocks:
             p = block.point
-            once = Pass(p.forward_s - p.forward_move_s, p.forward_move_s + block.data_s[0])
-            forward, backward = forward.plus(once), backward.plus(Pass(p.backward_s - p.backward_move_s, p.backward_move_s + block.data_s[1]))
+            forward, backward, recompute = forward.plus(block.forward), backward.plus(block.backward), recompute.plus(block.again)
             traffic += block.data
             traffic += [replace(use, phase="backward") for use in block.data if use.phase == "forward" and block.recomputed]
             deferred += block.deferred
-            recompute = recompute.plus(once) if block.recomputed else recompute
             for use in p.uses:
                 if use.phase == "reduce":
                     deferred.append((use.axis or self.feature_axis, use.num_bytes))
@@ -194,12 +227,14 @@ class Work:
             buffer_bytes=self.buffer_bytes(start, stop),
             saved_bytes=sum(b.saved_bytes for b in blocks),
             transient_bytes=max(b.transient_bytes for b in blocks) if blocks else 0,
-            flops=sum(b.point.flops * (4 if b.recomputed else 3) for b in blocks),
+            flops=sum(b.flops for b in blocks),
             traffic=tuple(traffic),
             deferred=tuple(deferred),
-            tied_bytes=self._tied_bytes(start, stop),
             compressed_bytes=sum(b.compressed_bytes for b in blocks),
             num_trained=sum(self.outline.graph.values[name].requires_grad for b in blocks for name in b.point.rests),
+            tied_bytes=self._tied_bytes(start, stop, {starts[j]: rank for j, rank in enumerate(stage_ranks)}),
+            weights_s=sum(b.point.weights_s for b in blocks),
+            put_off_bytes=sum(b.point.put_off_bytes for b in blocks),
         )
 
     def _sends(self, index: int, starts: tuple[int, ...]) -> tuple[Send, ...]:
@@ -239,11 +274,16 @@ class Work:
                 trained += again * self._local_elements(name) * self.outline.graph.values[name].requires_grad
         return total, trained
 
-    def _tied_bytes(self, start: int, stop: int) -> int:
+    def _tied_bytes(self, start: int, stop: int, rank_of_start: Mapping[int, int]) -> int:
+        """Bytes of the gradients of blocks [start, stop) that are summed with those of other ranks."""
+
+        def rank(number: int) -> int:
+            return rank_of_start[max(s for s in rank_of_start if s <= number)]
+
         total = 0
         for name, blocks in self.outline.tied.items():
-            inside = [n for n in blocks if start <= n < stop]
-            if inside and len(inside) < len(blocks) and self.outline.graph.values[name].requires_grad:
+            is_shared = any(start <= n < stop for n in blocks) and len({rank(n) for n in blocks}) > 1
+            if is_shared and self.outline.graph.values[name].requires_grad:
                 total += self._local_elements(name) * 4
         return total
 

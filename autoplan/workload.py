@@ -30,6 +30,8 @@ from runtime.call import dtype_of
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
+from runtime.selective import is_kept
+from runtime.split import puts_off
 from runtime.stripes import program_layout
 from runtime.traffic import GATHERED, gathered_uses
 
@@ -58,6 +60,11 @@ class _Tally:
     backward_flops: int = 0
     extra_bytes: int = 0
     saved: dict[str, int] = field(default_factory=dict)  # storage -> bytes
+    kept: dict[str, int] = field(default_factory=dict)  # what selective recomputation keeps: storage -> bytes
+    kept_s: float = 0.0  # forward seconds that it does not repeat
+    kept_flops: int = 0
+    weights_s: float = 0.0  # of the backward pass, what a split one puts off
+    put_off: dict[str, int] = field(default_factory=dict)  # what stays until then: tensor -> bytes
     traffic: list[Traffic] = field(default_factory=list)
 
 
@@ -90,7 +97,7 @@ class _Reader:
     def block(self, code: BlockCode) -> _Tally:
         tally = _Tally()
         for instr in code.instrs:
-            self._instr(instr, tally)
+            self._instr(instr, code, tally)
         return tally
 
     def size(self, name: str) -> int:
@@ -98,7 +105,7 @@ class _Reader:
         spec = self.specs[name]
         return bytes_of(spec.shape, compute_dtype(spec.dtype, self.pricer.precision))
 
-    def _instr(self, instr: Instr, tally: _Tally) -> None:
+    def _instr(self, instr: Instr, code: BlockCode, tally: _Tally) -> None:
         operands = [name for name in uses(instr) if name in self.specs]
         op = self._op(instr)
         for output in instr.outputs:
@@ -112,7 +119,7 @@ class _Reader:
         if instr.target in COLLECTIVES:
             self._collective(instr, operands, tally)
         elif instr.outputs[0].spec is not None or any(o.spec is not None for o in instr.outputs):
-            self._compute(instr, op, operands, tally)
+            self._compute(instr, code, op, operands, tally)
 
     def _op(self, instr: Instr) -> Op | None:
         index = next((self.graph.producer[o.name] for o in instr.outputs if o.name in self.graph.producer), None)
@@ -139,7 +146,7 @@ class _Reader:
         whole = num_bytes * self.degrees[axis] if kind == "all_to_all" else num_bytes
         tally.traffic.append(Traffic(kind, axis, phase, whole))
 
-    def _compute(self, instr: Instr, op: Op | None, operands: list[str], tally: _Tally) -> None:
+    def _compute(self, instr: Instr, code: BlockCode, op: Op | None, operands: list[str], tally: _Tally) -> None:
         specs = [self.specs[name] for name in operands]
         outputs = [o for o in instr.outputs if o.spec is not None]
         swapped = op is not None and instr.target.startswith("runtime.") and instr.target != op.instr.target
@@ -161,6 +168,14 @@ class _Reader:
         tally.backward_s += time.backward_s if has_grad else 0.0
         tally.forward_flops += number
         tally.backward_flops += backward_flops(priced.target, number, [self.grads[name] for name in operands]) if has_grad else 0
+        if is_kept(instr, code.stored):
+            tally.kept_s += time.forward_s
+            tally.kept_flops += number
+            tally.kept.update((o.name, self.size(o.name)) for o in outputs)
+        if puts_off(instr, code.stored) and self.grads[operands[0]] and self.grads[operands[1]]:
+            tally.weights_s += time.backward_weight_s
+            root = self.roots.get(operands[0], operands[0])
+            tally.put_off.update({root: self.size(root), f"gradient of {outputs[0].name}": self.size(outputs[0].name)})
         if op is None:
             return
         if swapped:
@@ -288,21 +303,28 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
     forward, backward, recompute = Pass(), Pass(), Pass()
     traffic: list[Traffic] = []
     saved: dict[str, int] = {}
+    put_off: dict[str, int] = {}
+    weights_s = 0.0
     extra = transient = number = 0
     for code in body.blocks:
         tally = reader.block(code)
         once = Pass(tally.forward_s, tally.forward_moved_s)
         forward, backward = forward.plus(once), backward.plus(Pass(tally.backward_s, tally.backward_moved_s))
         traffic += tally.traffic
-        number += tally.forward_flops * (2 if code.recompute == "full" else 1) + tally.backward_flops
-        if code.recompute == "full":
-            recompute = recompute.plus(once)
-            traffic += [Traffic(t.kind, t.axis, "backward", t.num_bytes) for t in tally.traffic if t.phase == "forward"]
-            saved.update((name, reader.size(name)) for name in code.inputs if name not in reader.resting)
-            transient = max(transient, sum(tally.saved.values()) + tally.extra_bytes)
-        else:
+        number += tally.forward_flops + tally.backward_flops
+        weights_s += tally.weights_s
+        put_off.update(tally.put_off)
+        if code.recompute == "none":
             saved.update(tally.saved)
             extra += tally.extra_bytes
+            continue
+        kept = tally.kept if code.recompute == "selective" else {}
+        recompute = recompute.plus(Pass(tally.forward_s - tally.kept_s, tally.forward_moved_s) if code.recompute == "selective" else once)
+        number += tally.forward_flops - (tally.kept_flops if code.recompute == "selective" else 0)
+        traffic += [Traffic(t.kind, t.axis, "backward", t.num_bytes) for t in tally.traffic if t.phase == "forward"]
+        saved.update((name, reader.size(name)) for name in code.inputs if name not in reader.resting)
+        saved.update(kept)
+        transient = max(transient, sum(size for name, size in tally.saved.items() if name not in kept) + tally.extra_bytes)
     parameters = {s.name: s for s in stage.stored if s.kind == "parameter"}
     elements = {name: math.prod(local_shape(s, reader.degrees)) for name, s in parameters.items()}
     trained = [s for s in parameters.values() if s.requires_grad]
@@ -325,10 +347,12 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
         flops=number,
         traffic=tuple(traffic),
         deferred=tuple((a, elements[s.name] * dtype_of(s.at_rest).itemsize) for s in trained for a in s.partial if a != "dp"),
-        tied_bytes=sum(elements[s.name] * dtype_of(s.at_rest).itemsize for s in trained if len(s.stages) > 1),
+        tied_bytes=sum(elements[s.name] * dtype_of(s.at_rest).itemsize for s in trained if len({program.stage_ranks[i] for i in s.stages}) > 1),
         preamble_s=_preamble_s(program, graph, pricer, stage, body),
         num_trained=len(trained),
         compressed_bytes=program_layout(replace(program, stages=(stage,))).total_bytes if program.compression and reader.degrees.get("dp", 1) > 1 else 0,
+        weights_s=weights_s,
+        put_off_bytes=sum(put_off.values()),
     )
 
 

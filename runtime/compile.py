@@ -15,7 +15,8 @@ from runtime.instr import Arg, Instr, Ref
 from runtime.mesh import Axis, Mesh
 from runtime.program import BlockCode
 from runtime.random import seeded
-from runtime.split import WeightGrads
+from runtime.selective import is_kept, keeping
+from runtime.split import WeightGrads, puts_off
 
 Compiled = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -55,7 +56,9 @@ def compile_block(code: BlockCode, mesh: Mesh, later: WeightGrads | None = None,
     env: dict[str, Any] = {name: graph.placeholder(f"v_{i}") for i, name in enumerate(code.inputs + code.stored)}
     for instr in code.instrs:
         try:
-            _emit(graph, instr, env, mesh, later if _has_stored_weight(instr, code) else None, is_compiled=backend is not None)
+            is_kept_one = code.recompute == "selective" and is_kept(instr, code.stored)
+            puts = later if puts_off(instr, code.stored) else None
+            _emit(graph, instr, env, mesh, puts, wrap=keeping if is_kept_one else _as_it_is, is_compiled=backend is not None)
         except KeyError as error:
             raise ValueError(f"block {code.name}: {instr.name} = {instr.target} reads {error}, which nothing before it defines") from None
     missing = [name for name in code.outputs if name not in env]
@@ -66,7 +69,7 @@ def compile_block(code: BlockCode, mesh: Mesh, later: WeightGrads | None = None,
     return forward if backend is None else torch.compile(forward, backend=backend, dynamic=False)
 
 
-def _emit(graph: fx.Graph, instr: Instr, env: dict[str, Any], mesh: Mesh, later: WeightGrads | None, *, is_compiled: bool) -> None:
+def _emit(graph: fx.Graph, instr: Instr, env: dict[str, Any], mesh: Mesh, later: WeightGrads | None, wrap: Callable[[Any], Any], *, is_compiled: bool) -> None:
     args = tuple(decode(arg, env, mesh.device) for arg in instr.args)
     kwargs = {key: decode(arg, env, mesh.device) for key, arg in instr.kwargs}
     target = resolve(instr.target) if later is None else _named(later.linear, "linear")
@@ -76,6 +79,8 @@ def _emit(graph: fx.Graph, instr: Instr, env: dict[str, Any], mesh: Mesh, later:
         target = _named(seeded(target, instr.name), "seeded")
     if is_compiled and not isinstance(target, torch._ops.OpOverload):
         target = torch.compiler.disable(target)  # they talk to other ranks, and look at what no graph holds
+    if wrap is not _as_it_is:
+        target = _named(wrap(target), "kept")
     node = graph.call_function(target, args, kwargs)
     if instr.is_sequence:
         for i, output in enumerate(instr.outputs):
@@ -98,8 +103,8 @@ def _item(values: Any, index: int) -> Any:
     return values[index]
 
 
-def _has_stored_weight(instr: Instr, code: BlockCode) -> bool:
-    return instr.target == "aten.linear.default" and len(instr.args) > 1 and isinstance(instr.args[1], Ref) and instr.args[1].name in code.stored
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 def _bind(function: Callable[..., Any], fixed: dict[str, Any]) -> Callable[..., Any]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from runtime.call import dtype_of
 from runtime.collective import share
@@ -22,6 +21,7 @@ from runtime.mesh import Axis
 from runtime.program import BlockCode, Stored
 from runtime.random import bound
 from runtime.record import Recorder, is_profiled, profiled
+from runtime.selective import contexts
 
 Values = Mapping[str, torch.Tensor]
 Function = Callable[[Values, Values], dict[str, torch.Tensor]]  # (inputs, stored) -> outputs
@@ -172,21 +172,8 @@ def _block_function(step: Step) -> Function:
             outputs = step.compiled(*args)
         else:
             # No early stop: what is repeated, collectives included, has to follow from the program alone.
-            context_fn = _save_products if code.recompute == "selective" else noop_context_fn
+            context_fn = contexts if code.recompute == "selective" else noop_context_fn
             outputs = checkpoint(bound(step.compiled), *args, use_reentrant=False, preserve_rng_state=False, early_stop=False, context_fn=context_fn)
         return dict(zip(code.outputs, outputs, strict=True))
 
     return ranged if is_profiled() else run
-
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_scaled_dot_product")
-
-
-def _save_products() -> Any:
-    """Selective recomputation (Korthikanti et al. 2022): matrix products and attention are kept, what is cheap is repeated."""
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(op).removeprefix("aten.").split(".")[0]
-        return CheckpointPolicy.MUST_SAVE if str(op).startswith("aten.") and name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)

@@ -7,13 +7,14 @@ computes and adds them. Everything else (biases, norms, embeddings, collectives)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from runtime.instr import Instr, Ref
 from runtime.master import master_of
 
 Later = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # weight, its gradient
@@ -53,6 +54,11 @@ class _Linear(torch.autograd.Function):
         ctx.later.pending.append((ctx.weight, lambda: dy_rows.t() @ x_rows))
         bias = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return dy @ weight, None, bias, None, None
+
+
+def puts_off(instr: Instr, stored: Collection[str]) -> bool:
+    """Whether a split backward pass puts off the gradient of the instruction's weight. `stored`: names of tensors at rest."""
+    return instr.target == "aten.linear.default" and len(instr.args) > 1 and isinstance(instr.args[1], Ref) and instr.args[1].name in stored
 
 
 def add(later: list[Later]) -> None:

@@ -13,7 +13,7 @@ ends always: the play is a witness that there is no deadlock.
 
 from __future__ import annotations
 
-from runtime.action import Action, Schedule
+from runtime.action import Action, Kind, Schedule
 from runtime.errors import ScheduleError
 
 
@@ -33,45 +33,47 @@ def zbv(stage_ranks: tuple[int, ...], num_micro_batches: int) -> Schedule:
 
 
 def play(stage_ranks: tuple[int, ...], num_micro_batches: int, limit: int) -> Schedule:
-    """The order in which each rank takes its actions. Stages are a chain; `limit` micro-batches are held by a rank's first stage."""
+    """The order in which each rank takes its actions. Stages are a chain; `limit` micro-batches are held by a rank's first stage.
+
+    A stage takes each kind of action in the order of the micro-batches, so what may come next is one action of each kind.
+    """
     num_stages, num_ranks = len(stage_ranks), max(stage_ranks) + 1
     own = [[s for s in range(num_stages) if stage_ranks[s] == rank] for rank in range(num_ranks)]
     ended: dict[Action, int] = {}  # action -> the time at which its result is there
+    following = {(kind, s): 0 for kind in ("F", "BI", "BW") for s in range(num_stages)}  # the micro-batch that is next
     taken: list[list[Action]] = [[] for _ in range(num_ranks)]
 
-    def is_there(action: Action, now: int) -> bool:
-        return ended.get(action, now + 1) <= now
+    def is_there(kind: Kind, stage: int, micro_batch: int, now: int) -> bool:
+        return ended.get(Action(kind, stage, micro_batch), now + 1) <= now
 
-    def may_run(action: Action, now: int) -> bool:
-        if action in ended:
+    def may_run(kind: Kind, s: int, now: int) -> bool:
+        k = following[kind, s]
+        if k == num_micro_batches:
             return False
-        s, k = action.stage, action.micro_batch
-        if action.kind == "F":
-            if k > 0 and Action("F", s, k - 1) not in ended:
-                return False
-            held = sum(1 for i in range(k) if Action("BW", s, i) not in ended)
-            return (s == 0 or is_there(Action("F", s - 1, k), now)) and (s != own[stage_ranks[s]][0] or held < limit)
-        if action.kind == "BI":
-            return is_there(Action("F", s, k), now) and (s == num_stages - 1 or is_there(Action("BI", s + 1, k), now))
-        return is_there(Action("BI", s, k), now)
+        if kind == "F":
+            is_first = s == own[stage_ranks[s]][0]
+            return (s == 0 or is_there("F", s - 1, k, now)) and not (is_first and k - following["BW", s] >= limit)
+        if kind == "BI":
+            return is_there("F", s, k, now) and (s == num_stages - 1 or is_there("BI", s + 1, k, now))
+        return is_there("BI", s, k, now)
 
-    def choices(rank: int) -> list[Action]:
+    def choice(rank: int, now: int) -> Action | None:
         deepest_first = own[rank][::-1]
-        return (
-            [Action("BI", s, k) for k in range(num_micro_batches) for s in deepest_first]
-            + [Action("F", s, k) for s in deepest_first for k in range(num_micro_batches)]
-            + [Action("BW", s, k) for k in range(num_micro_batches) for s in deepest_first]
-        )
+        for kind in ("BI", "F", "BW"):
+            ready = [s for s in deepest_first if may_run(kind, s, now)]
+            if ready:
+                chosen = ready[0] if kind == "F" else min(ready, key=lambda s: (following[kind, s], -s))
+                return Action(kind, chosen, following[kind, chosen])
+        return None
 
-    waiting = [choices(rank) for rank in range(num_ranks)]
     now = 0
-    while any(waiting):
+    while any(following["BW", s] < num_micro_batches for s in range(num_stages)):
         assert now <= 3 * num_stages * (num_micro_batches + num_stages), "the play does not end"
         for rank in range(num_ranks):
-            action = next((a for a in waiting[rank] if may_run(a, now)), None)
+            action = choice(rank, now)
             if action is not None:
                 ended[action] = now + 1
                 taken[rank].append(action)
-                waiting[rank].remove(action)
+                following[action.kind, action.stage] += 1
         now += 1
     return tuple(map(tuple, taken))
