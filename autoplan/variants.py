@@ -175,7 +175,8 @@ class Emitter:
         for number, (axis, option) in enumerate(zip(self.axes, chosen, strict=True)):
             loop = loop_of(self.graph, op, option.label)
             if axis.degree > 1 and loop is not None and loop.lowering:
-                assert target in ("", loop.lowering), f"{op.name}: {target} and {loop.lowering} cannot be combined"
+                if target not in ("", loop.lowering):
+                    raise UsageError(f"{op.name} ({op.instr.target}) cannot be divided by {target} and {loop.lowering} at once: leave it whole on one axis.")
                 target = loop.lowering
                 divided.append(axis.name)
                 dims.append(loop.reads[0].dim if loop.reads[0] is not None else -1)

@@ -48,7 +48,7 @@ MANY = [
     case("bert", cp=4, context="gather"),
     case("t5", cp=4),
     case("mixtral", ep=4, recompute="full"),
-    case("mixtral", ep=2, tp=2),
+    case("mixtral", search=True, ep=2, tp=2, dp=1, pp=1),
     case("mixtral", ep=2, cp=2),
     case("mixtral", dp=2, ep=2, zero=2),
     case("mixtral-aux", ep=4),
