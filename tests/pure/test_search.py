@@ -80,7 +80,7 @@ def test_what_cannot_fit_says_which_memory_by_how_much_and_what_would_help(graph
         ({"schedule": "1f1b", "num_chunks": 2}, "which puts one stage on a rank"),
         ({"schedule": "zbv", "num_chunks": 3}, "which puts two stages on a rank"),
         ({"schedule": "interleaved", "pp": 4, "num_chunks": 2}, "no mesh of 4 devices"),
-        ({"compression": "1bit"}, "uncompressed"),
+        ({"schedule": "zb", "compression": "1bit"}, "a split backward pass"),
         ({"placement": {"lost": 0}}, "nearest"),
         ({"micro_batch_size": 3}, "does not divide the 8 rows"),
         ({"zero_group": 3}, "zero_group=3 does not divide"),
