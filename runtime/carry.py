@@ -86,9 +86,13 @@ def restored(reducer: Reducer | None, residents: Iterable[Resident], names: Iter
                 local = cut(total / mesh.axis("dp").size, resident.stored.chunks, mesh).to(mesh.device)
                 reducer.residuals.own[compressed[resident]].copy_(columns_of(local, reducer.layout.matrices[compressed[resident]]))
             else:
-                carried.append((resident, _at_rest(resident, total)))
+                carried.append((resident, resident.like(_local(resident, total))))
         if late:
-            (pending if reducer is not None and reducer.delay else carried).append((resident, _at_rest(resident, _total(late, read))))
+            local = _local(resident, _total(late, read))
+            if reducer is not None and reducer.delay:
+                pending.append((resident, local))
+            else:
+                carried.append((resident, resident.like(local)))
     if reducer is not None and reducer.delay:
         reducer.restore(pending)
     return carried
@@ -101,8 +105,8 @@ def _total(names: list[str], read: Read) -> torch.Tensor:
     return total
 
 
-def _at_rest(resident: Resident, dense: torch.Tensor) -> torch.Tensor:
-    return resident.like(resident.cut(dense).to(resident.local()))
+def _local(resident: Resident, dense: torch.Tensor) -> torch.Tensor:
+    return resident.cut(dense).to(resident.local())
 
 
 def _same_ranks(reducer: Reducer | None, resident: Resident, names: list[str], mesh: Mesh) -> bool:
