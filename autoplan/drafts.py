@@ -22,7 +22,8 @@ from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 from autoplan.explore import Searcher, Task
 from autoplan.holding import is_split
-from autoplan.replay import durations, memories
+from autoplan.rankmemory import memories
+from autoplan.replay import durations
 from autoplan.replicas import Kind, slowest
 from autoplan.shares import best_shares, row_shares
 from autoplan.space import Shape, Storing

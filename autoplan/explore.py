@@ -51,7 +51,8 @@ from autoplan.load import BUCKET_BYTES
 from autoplan.outcome import Outcome, Result
 from autoplan.price import LocalGraph, Pricer, axis_group, itemsize, precision_left
 from autoplan.problem import Price
-from autoplan.replay import Step, by_rank, durations, least_step, memories, step_seconds
+from autoplan.rankmemory import by_rank, memories
+from autoplan.replay import Step, durations, least_step, step_seconds
 from autoplan.schemes import Axes, feature_axes, row_unit, scheme_of
 from autoplan.searchcontexts import SearchedContexts
 from autoplan.space import RECOMPUTES, Inside, Shape, Space, Storing, space, storings

@@ -1,4 +1,4 @@
-"""Replay: the time and memory of a step, event by event.
+"""Replay: the time of a step, event by event. Its memory: autoplan/rankmemory.py.
 
 Input are the loads of the stages (autoplan/load.py) and the schedule that the executor reads too (runtime/schedule.py). Every
 pipeline rank runs its actions in order; an action starts when the rank is free and what it needs has arrived:
@@ -27,25 +27,21 @@ push, update and pull alone, but no step is shorter than what the busiest server
                                                                                           W' = W, without the own part where all serve
 
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets; compressed or late: autoplan/datasums.py), "tp" (deferred) and
-tied stages, the optimizer. The step ends with the slowest rank, and not before the late sums of the step before it. Memory of a rank =
-states at rest of its stages (costmodel/memory.py) + what it holds at its fullest moment (autoplan/holding.py) + buffers + communication
-buffers + residuals.
+tied stages, the optimizer. The step ends with the slowest rank, and not before the late sums of the step before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from autoplan.datasums import EXACT, Mode
-from autoplan.datasums import memory as sum_memory
 from autoplan.datasums import parts as data_sums
-from autoplan.forecast import Memory
-from autoplan.holding import Sizes, fullest, is_split, moments, order
+from autoplan.holding import is_split, order
 from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group
 from autoplan.schemes import degree_of
-from costmodel.memory import Widths, states, widths
+from costmodel.memory import Widths, widths
 from costmodel.opkey import RankGroup
 from runtime.action import Action
 
@@ -177,14 +173,14 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     elif step.sync == "ps":
         tail.append(("push", "dp", pricer.collective("push", trained * width.gradient, group, step.num_servers)))
         tail.append(("optimizer", "compute", update_s))
-        tail.append(("pull", "dp", pricer.collective("pull", trained * _rest_width(width), group, step.num_servers)))
+        tail.append(("pull", "dp", pricer.collective("pull", trained * rest_width(width), group, step.num_servers)))
     else:
         busy_s = Durations(forward_s, first_s, backward_s, last_s, (), (), weights_s, last_weights_s).passes_s(step.num_micro_batches)
-        tail += _asynchronous(pricer, group, trained * width.gradient, trained * _rest_width(width), update_s, step.num_servers, busy_s)
+        tail += _asynchronous(pricer, group, trained * width.gradient, trained * rest_width(width), update_s, step.num_servers, busy_s)
     return Durations(forward_s, first_s, backward_s, last_s, tuple(tail), late, weights_s, last_weights_s)
 
 
-def _rest_width(width: Widths) -> int:
+def rest_width(width: Widths) -> int:
     """Bytes of an element of a weight at rest."""
     return width.master or width.parameter
 
@@ -342,65 +338,3 @@ def _played(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: St
 def late_s(times: Sequence[Durations], step: Step) -> float:
     """Seconds of the late sums on the rank that has most."""
     return max(sum(time.late_s for time, own in zip(times, step.stage_ranks, strict=True) if own == rank) for rank in dict.fromkeys(step.stage_ranks))
-
-
-def memories(loads: tuple[StageLoad, ...], step: Step) -> tuple[Memory, ...]:
-    """Bytes of every stage at the fullest moment of its rank: those of a rank's stages add up to what the rank holds."""
-    sizes = {load.index: Sizes(load.saved_bytes, load.put_off_bytes if step.is_split else 0, load.transient_bytes) for load in loads}
-    held: dict[int, int] = {}
-    for candidates in moments(step.schedule, step.stage_ranks, step.num_micro_batches):
-        moment, _ = fullest(candidates, sizes)
-        held.update((s, saved * sizes[s].saved + put_off * sizes[s].put_off) for s, saved, put_off in moment.counts)
-        held[moment.running] += sizes[moment.running].transient
-    return tuple(stage_memory(load, step, held[load.index], received_bytes(loads, load.index, step)) for load in loads)
-
-
-def stage_memory(load: StageLoad, step: Step, held_bytes: int, received_bytes: int) -> Memory:
-    """Bytes of one rank of a stage, `held_bytes` of them for its backward passes."""
-    width = stage_widths(load, step)
-    zero = min(step.zero, 1) if step.is_split else step.zero
-    kept = states(load.trained_elements, width, zero if step.shards > 1 else 0, step.shards, max(load.units, default=0))
-    frozen = load.parameter_elements - load.trained_elements
-    frozen_bytes = width.parameter * (-(-frozen // step.shards) if zero == 3 else frozen)
-    parameters, gathered = kept.parameters + frozen_bytes, kept.gathered
-    if zero in (1, 2) and step.shards > 1 and width.master == 0:  # shards are at rest, and a gathered copy beside them
-        parameters, gathered = width.parameter * -(-load.parameter_elements // step.shards), parameters
-    if width.master:  # masters are what rests (counted with the optimizer); the working copy is kept through a step, or gathered
-        if zero and step.shards > 1:
-            parameters, gathered = 0, gathered if zero == 3 else parameters
-        parameters += width.master * -(-frozen // step.shards)
-    own = sum_memory(step.sums, load, width, step.zero, step.degree("dp"))
-    bucket = own.communication or (min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0)
-    optimizer = kept.optimizer
-    if step.num_servers:  # states are on the servers alone
-        optimizer -= width.optimizer * (load.trained_elements - -(-load.trained_elements // step.num_servers))
-    if step.sync == "ps":
-        bucket *= step.degree("dp")  # the server receives one of every worker
-    elif step.sync == "async":  # a server's own weights; what is pushed and pulled at once
-        part = -(-load.trained_elements // step.num_servers)
-        parameters += part * _rest_width(width)
-        bucket = load.trained_elements * (width.gradient + _rest_width(width)) + step.degree("dp") * part * width.gradient
-    return Memory(
-        parameters=parameters,
-        gradients=kept.gradients + int(own.gradients),
-        optimizer=optimizer,
-        activations=held_bytes,
-        buffers=load.buffer_bytes,
-        communication=gathered + bucket + 2 * received_bytes,
-        residuals=int(own.residuals),
-    )
-
-
-def by_rank(each: Sequence[Memory], stage_ranks: Sequence[int]) -> list[Memory]:
-    """Of every stage, the memory of its rank: that of all stages on it."""
-    totals: dict[int, Memory] = {}
-    for memory, rank in zip(each, stage_ranks, strict=True):
-        so_far = totals.get(rank, Memory())
-        totals[rank] = Memory(**{f.name: getattr(so_far, f.name) + getattr(memory, f.name) for f in fields(Memory)})
-    return [totals[rank] for rank in stage_ranks]
-
-
-def received_bytes(loads: tuple[StageLoad, ...], stage: int, step: Step) -> int:
-    """Bytes that a stage receives from other ranks for one micro-batch."""
-    ranks = step.stage_ranks
-    return sum(send.num_bytes for load in loads for send in load.sends if send.dst == stage and ranks[load.index] != ranks[stage])

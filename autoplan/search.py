@@ -14,7 +14,7 @@ from autoplan.lower import lower
 from autoplan.notes import blocks_of_pattern, op_notes
 from autoplan.outcome import Outcome, Result
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
-from autoplan.replay import by_rank
+from autoplan.rankmemory import by_rank
 from autoplan.simulate import assemble, forecast
 from autoplan.units import figures, num_bytes, seconds
 from autoplan.workload import model_of

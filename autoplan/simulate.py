@@ -17,7 +17,8 @@ from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan, served_by
 from autoplan.price import Pricer, axis_group, precision_left
-from autoplan.replay import Durations, Step, Timeline, by_rank, durations, late_s, memories, replay, stage_widths, tails_s
+from autoplan.rankmemory import by_rank, memories
+from autoplan.replay import Durations, Step, Timeline, durations, late_s, replay, stage_widths, tails_s
 from autoplan.workload import load_of, model_of
 from costmodel.opkey import RankGroup
 from costmodel.prices import Prices

@@ -151,7 +151,7 @@ class Work:
         return np.array([seconds * block.point.trained_bytes for block in self.blocks])
 
     def fits(self, step: Step, width: Widths, limit_bytes: int) -> list[np.ndarray]:
-        """fits[j][a, b]: stage j can hold blocks [a, b) (replay.stage_memory, never below it), in an equal share of its rank's memory
+        """fits[j][a, b]: stage j can hold blocks [a, b) (rankmemory.stage_memory, never below it), in an equal share of its rank's memory
         where the rank has several stages."""
         trained = _spans([b.point.trained_elements for b in self.blocks])
         frozen = _spans([b.point.parameter_elements - b.point.trained_elements for b in self.blocks])

@@ -1,4 +1,4 @@
-"""What the functions that exchange over a context or expert axis send, from their local shapes: uses as in runtime/traffic.py.
+"""What the functions that exchange over a context or expert axis send, from their local shapes: uses as in runtime/instr_traffic.py.
 
 ring_attention        forward P-1 hops of local keys and values; backward as many, and P-1 hops of their gradients in the dtype of sums
 self_attention_ring   forward P-1 hops of keys, P-1 of values; backward the same and 2 all_reduces of the whole gradients

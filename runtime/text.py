@@ -28,10 +28,11 @@ from collections.abc import Iterator, Mapping
 
 from runtime.flow import Flow, flow
 from runtime.instr import Arg, Dtype, Instr, Other, Ref, TensorSpec
+from runtime.instr_traffic import backward_uses, forward_uses, gradient_passes
 from runtime.program import BlockCode, Feed, Program, StageCode, Stored, Transfer
 from runtime.schedule import schedule
 from runtime.stripes import reduces_itself
-from runtime.traffic import backward_uses, body_specs, forward_uses, fsdp_groups, gradient_passes, is_split_backward, sharding
+from runtime.traffic import body_specs, fsdp_groups, is_split_backward, sharding
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-/]+")
 

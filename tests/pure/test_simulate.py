@@ -11,7 +11,8 @@ from autoplan.forecast import CollectiveUse
 from autoplan.load import Pass, Send, StageLoad
 from autoplan.lower import lower
 from autoplan.price import Pricer
-from autoplan.replay import Step, durations, least_step, memories, replay, stage_memory, step_seconds
+from autoplan.rankmemory import memories, stage_memory
+from autoplan.replay import Step, durations, least_step, replay, step_seconds
 from autoplan.search import forecast_of, plan_of
 from autoplan.simulate import forecast, stage_uses
 from autoplan.workload import load_of
