@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from runtime import checkpoint
 from runtime.action import Schedule
 from runtime.batch import gather_rows
-from runtime.bodies import compile_bodies
 from runtime.carry import restored, written
-from runtime.compile import compile_block
-from runtime.errors import BatchError, CommunicationError, ScheduleError, StageError
+from runtime.code import Code, make_ready
+from runtime.errors import ScheduleError
 from runtime.finite import not_finite, suspicion
 from runtime.mesh import Mesh, alone
 from runtime.norm import clip_grad_norm
@@ -29,19 +27,19 @@ from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reducer import Reducer
 from runtime.reduction import Summand, all_reduce_bucket, reduce_over_axes, sum_over_axes, sum_tied
-from runtime.run import Code, Run
+from runtime.run import Run
 from runtime.saving import Saving
 from runtime.scaling import LossScale
-from runtime.schedule import forward_only, schedule
+from runtime.schedule import forward_only
 from runtime.servers import Servers
 from runtime.state import collect, load
-from runtime.storage import Dense, Resident, Storage, constants, materialise
+from runtime.storage import Dense, Resident, Storage, materialise
 from runtime.stripes import reduces_itself
 from runtime.traffic import with_gradients
+from runtime.verdict import guarded, told, warn_of_skipped
 from runtime.workers import Worker
 
 _MAX_CODES = 16  # programs that are kept ready
-_LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Executor:
@@ -109,22 +107,7 @@ class Executor:
             self.storages[stage.index].check_readers(stage)
         self.mesh.guard.is_new = True
         self._at = self._own if program.sync == "async" else self.mesh
-        bodies, known = {}, {}
-        for stage in program.stages:
-            storage = self.storages[stage.index]
-            own = constants(stage, dense or _no_constants, self.mesh)
-            known.update(own)
-            compiled = compile_bodies(stage, storage.module, self._at, storage.later, own, self._backend)
-            bodies.update({(stage.index, rows): body for rows, body in compiled.items()})
-        self.code = Code(
-            program,
-            {stage.index: stage for stage in program.stages},
-            self.storages,
-            bodies,
-            compile_block(program.preamble, self._at) if program.preamble else None,
-            known,
-            schedule(program.schedule, program.stage_ranks, program.num_micro_batches),
-        )
+        self.code = make_ready(program, self.storages, self._at, dense, self._backend)
         self._codes.append(self.code)
         del self._codes[:-_MAX_CODES]
 
@@ -156,7 +139,7 @@ class Executor:
         the job where a rank fails, CommunicationError where a wait takes too long.
         """
         start_s, guard = time.monotonic(), self.mesh.guard
-        with self._guarded(), self._compiling():
+        with guarded(self.mesh), self._compiling():
             run = self._new_run(batch, self.code.actions, is_training=True)
             kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
             for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
@@ -165,7 +148,7 @@ class Executor:
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
                 self._reshard()
                 grads = self._completed()
-                loss, is_suspect = self._told(run, suspicion(grads.values(), self.mesh.device))
+                loss, is_suspect = told(self.program.stages, self._at, run.loss, suspicion(grads.values(), self.mesh.device))
                 faults = not_finite(((r.stored.fqn, grad) for r, grad in grads.items()), self._at) if is_suspect else ()
                 self._finish(run, kept_grads, grads, loss, faults)
             self.num_steps += 1
@@ -198,7 +181,7 @@ class Executor:
 
     def drain(self) -> bool:
         """Add to the gradients what is pending, as one more step would, but compute nothing. Whether there was anything. All ranks call it."""
-        with self._guarded(), torch.no_grad():
+        with guarded(self.mesh), torch.no_grad():
             sums = self.reducer.drain() if self.reducer is not None else []
             kept = [(r, r.tensor.grad) for r in self.trainable if sums and r.tensor.grad is not None]
             for resident, _ in kept:
@@ -238,29 +221,7 @@ class Executor:
         """Warn of a skipped step, on rank 0; not of a scaled loss that was too large, which is how its scale is found."""
         if (self._at is self.mesh and self.mesh.rank) or (self.loss_scale is not None and bool(torch.isfinite(loss))):
             return
-        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
-        what = f", gradients that are not finite: {', '.join(faults[:5])}{more}" if faults else ""
-        warnings.warn(f"step {self.num_steps} was skipped on all ranks: loss {loss.item():g}{what}", RuntimeWarning, stacklevel=4)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Whatever fails inside is told to all ranks, and the first error of the job is what all raise."""
-        try:
-            yield
-        except StageError:
-            raise
-        except Exception as error:
-            guard, at = self.mesh.guard, self.mesh.recorder
-            is_told = not isinstance(error, CommunicationError) or isinstance(error.__cause__, CommunicationError)
-            first, gone = (None, None) if is_told else guard.cause()
-            if first is None:
-                text = f"rank {self.mesh.rank}, {at.place}: {type(error).__name__}: {error}"
-                first = guard.report(text if gone is None else f"{gone}. Seen by {text}")
-            if isinstance(error, BatchError) and str(error) in first:
-                raise
-            if isinstance(error, CommunicationError):
-                raise CommunicationError(first) from error
-            raise StageError(first) from error
+        warn_of_skipped(self.num_steps, loss, faults)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients of the model so that their one norm is at most `max_norm`; returns the norm before, on every rank."""
@@ -282,7 +243,7 @@ class Executor:
     def pull(self, updated: Iterable[torch.Tensor]) -> None:
         """Bring parameters that their servers have updated into every replica. Raises as `step`."""
         assert self.servers is not None, "the program has no parameter servers"
-        with self._guarded():
+        with guarded(self.mesh):
             self.servers.pull(updated)
 
     def with_gradients(self) -> frozenset[torch.Tensor]:
@@ -293,21 +254,21 @@ class Executor:
     def start(self, groups: Sequence[Sequence[torch.Tensor]], make: MakeOptimizer) -> None:
         """Begin to serve and to work (runtime/workers.py). All ranks call it; returns when all serve."""
         assert self.worker is not None, "the program is not asynchronous"
-        with self._guarded():
+        with guarded(self.mesh):
             self.worker.start(groups, make)
             self._meet()
 
     def exchange(self, rates: Sequence[float]) -> None:
         """Push this worker's gradients with the learning rates of the optimizer's groups, and pull weights. Raises as `step`."""
         assert self.worker is not None, "the program is not asynchronous"
-        with self._guarded():
+        with guarded(self.mesh):
             self.worker.exchange(rates)
         self._reshard()
 
     def finish(self) -> Record:
         """End an asynchronous run: wait until every worker has ended, take the last weights; what happened, on every rank."""
         assert self.worker is not None, "the program is not asynchronous"
-        with self._guarded():
+        with guarded(self.mesh):
             if not self.worker.has_finished:
                 self.worker.finish()
             self._reshard()
@@ -317,7 +278,7 @@ class Executor:
         """Give all workers the servers' weights, once every worker is here. Nothing where a step leaves them equal."""
         if self.worker is None or not self.worker.has_started or self.worker.has_finished:
             return
-        with self._guarded():
+        with guarded(self.mesh):
             self._meet()
             self.worker.refresh()
             self._meet()
@@ -326,7 +287,7 @@ class Executor:
     def _take(self) -> None:
         """Give the servers the weights that were loaded."""
         if self.worker is not None and self.worker.has_started:
-            with self._guarded():
+            with guarded(self.mesh):
                 self._meet()
                 self.worker.take()
                 self._meet()
@@ -376,15 +337,15 @@ class Executor:
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients and without writing buffers."""
         self._settle()
-        with self._guarded():
+        with guarded(self.mesh):
             run = self._forward(batch)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
-                return self._told(run, torch.zeros((), dtype=torch.float64, device=self.mesh.device))[0]
+                return told(self.program.stages, self._at, run.loss, torch.zeros((), dtype=torch.float64, device=self.mesh.device))[0]
 
     def predict(self, batch: Any) -> dict[str, torch.Tensor]:
         """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""
         self._settle()
-        with self._guarded():
+        with guarded(self.mesh):
             run = self._forward(batch)
             counts = [[m.stop - m.start for m in own] for own in self.program.micro_batches]
             return {name: gather_rows(pieces, counts, self.mesh.axis("dp")) for name, pieces in run.predictions.items()}
@@ -414,24 +375,3 @@ class Executor:
             by_name = {r.stored.name: r for r in self.storages[stage.index].residents}
             for buffer, value in stage.updates:
                 by_name[buffer].tensor.copy_(values[value])
-
-    def _told(self, run: Run, suspicious: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """(loss of the global batch with its dtype, whether `suspicious` was not zero on some rank): the same on every rank."""
-        told = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        told[2] = suspicious
-        for stage in self.program.stages:
-            if stage.loss is None:
-                continue
-            assert run.loss is not None
-            others = [axis for name, axis in self._at.axes.items() if name != "pp" and name not in stage.loss_partial]
-            if all(axis.index == 0 for axis in others):
-                told[0] = run.loss.double()
-            if all(axis.index == 0 for name, axis in self._at.axes.items() if name != "pp"):
-                told[1] = _LOSS_DTYPES.index(run.loss.dtype)
-        all_reduce_bucket([told], self._at.world)
-        loss, dtype, suspects = told.tolist()
-        return torch.tensor(loss, dtype=torch.float64, device=self.mesh.device).to(_LOSS_DTYPES[int(dtype)]), suspects > 0
-
-
-def _no_constants(name: str) -> torch.Tensor:
-    raise ValueError(f"the program needs the constant {name!r}: give its source to rebind(program, dense)")

@@ -8,33 +8,15 @@ from typing import Any
 
 import torch
 
-from runtime.action import Action, Schedule
+from runtime.action import Action
 from runtime.batch import first_row, read
 from runtime.call import dtype_of
-from runtime.compile import Compiled
+from runtime.code import Code
 from runtime.mesh import Mesh
-from runtime.module import CompiledBody
-from runtime.program import MicroBatch, Program, StageCode, Transfer
+from runtime.program import StageCode, Transfer
 from runtime.random import RandomState, use_state
 from runtime.split import Later, add
-from runtime.storage import Storage
 from runtime.transfer import Message, Post, known_transfers
-
-
-@dataclass(frozen=True, eq=False)
-class Code:
-    """A program made ready for this rank. `bodies` by (stage, rows)."""
-
-    program: Program
-    stages: dict[int, StageCode]
-    storages: dict[int, Storage]
-    bodies: dict[tuple[int, int], CompiledBody]
-    preamble: Compiled | None
-    constants: dict[str, torch.Tensor]
-    actions: Schedule
-
-    def micro_batches(self, mesh: Mesh) -> tuple[MicroBatch, ...]:
-        return self.program.micro_batches[mesh.axis("dp").index]
 
 
 @dataclass(frozen=True, eq=False)

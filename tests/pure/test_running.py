@@ -24,7 +24,7 @@ def test_a_change_between_training_and_evaluation_compiles_nothing(monkeypatch: 
     def never(*_: object) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr("runtime.executor.compile_bodies", never)
+    monkeypatch.setattr("runtime.code.compile_bodies", never)
     assert [pm.forward_backward(BATCH), pm.evaluate(BATCH)] == losses
 
 
