@@ -76,6 +76,7 @@ class BlockPricer:
         self.scheme = scheme
         self._items: dict[tuple[int, ...], tuple[tuple[Item, ...], Mapping[str, int]]] = {}
         self._moves: dict[tuple[str, Layout, Layout], Move | None] = {}
+        self._options: dict[int, tuple[Option, ...]] = {}
 
     def items(self, indices: tuple[int, ...]) -> tuple[tuple[Item, ...], Mapping[str, int]]:
         """The operators `indices` with their priced options, and the bytes of every storage that they may keep."""
@@ -87,11 +88,23 @@ class BlockPricer:
             for index in indices:
                 op = graph.ops[index]
                 operands, outputs = self.local.operands(index), op.outputs
-                allowed = _options(self.local.divisible, op, operands, self.local.degree, self.forbidden, self.scheme)
-                choices = tuple(_choice(self.local, index, option, roots, self.group, saved_bytes) for option in allowed)
+                choices = tuple(_choice(self.local, index, option, roots, self.group, saved_bytes) for option in self.options(index))
                 found.append(Item(op.name, operands, outputs, choices))
             self._items[indices] = (tuple(_without_repeated_work(found)), saved_bytes)
         return self._items[indices]
+
+    def options(self, index: int) -> tuple[Option, ...]:
+        """The options of one operator."""
+        if index not in self._options:
+            op, operands = self.local.graph.ops[index], self.local.operands(index)
+            self._options[index] = _options(self.local.divisible, op, operands, self.local.degree, self.forbidden, self.scheme)
+        return self._options[index]
+
+    def least_s(self, index: int) -> float:
+        """Seconds of one operator, both passes, in its fastest option, but for what it sends."""
+        times = [self.local.op_time(index, option) for option in self.options(index)]
+        flows_back = any(self.local.graph.values[name].requires_grad for name in self.local.graph.ops[index].outputs)
+        return min(time.forward_s + (time.backward_s if flows_back else 0.0) for time in times)
 
     def move(self, name: str, src: Layout, dst: Layout) -> Move | None:
         """One conversion, priced; None where it cannot be had."""

@@ -186,7 +186,7 @@ class Bounds:
         if caps is not None:
             each = np.array([[b.forward_s, inputs[name], b.seconds + again[name] - b.forward_s - inputs[name]] for name, b in blocks.items()])
             whole = np.array([b.count for b in blocks.values()]) @ each
-            proportion = tuple(int(share) for share in np.round(100 * whole / max(whole.sum(), 1e-30)))
+            proportion = tuple(int(share) for share in np.round(paths.PARTS * whole / max(whole.sum(), 1e-30)))
             costs = paths.weights(step.schedule, step.stage_ranks, m, proportion) @ each.T  # [stage, pattern]
             bound = max(bound, sum(b.count * float(low) for b, low in zip(blocks.values(), costs.min(axis=0), strict=True)))
         return bound

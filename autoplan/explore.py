@@ -1,15 +1,17 @@
 """The search: the best plan of the whole space, with a bound on what was not looked at.
 
-A *shape* (autoplan/space.py) fixes mesh, micro-batch and schedule. Its lower bound is tightened in three steps, and shapes are
+A *shape* (autoplan/space.py) fixes mesh, micro-batch and schedule. Its lower bound is tightened step by step, and shapes are
 taken in the order of their bounds; a shape whose bound is no better than the best plan found is never worked out. With W
 seconds of one micro-batch through all blocks, m micro-batches and n stages,
 
-    step 0: T >= W / (1 - (1 - 1/m)^n), W from the FLOPs at the device's peak       (analytic prices only, which never beat it)
-            and what a grid of tensor axes gathers
-    step 1: autoplan/bounds.py from the fastest option of every operator, no tensor communication
-    step 2: the same from the integer programs of all patterns, for every boundary
+    step 0: T >= W / (1 - (1 - 1/m)^n), where a rank has several stages or the backward pass is split T >= m W / n; W from the forward
+            FLOPs at the device's peak (analytic prices only, which never beat it) and what a grid of tensor axes gathers
+    step 1: the same, W from the fastest option of the heaviest operators (autoplan/heavy.py)
+    step 2: autoplan/bounds.py from the fastest option of every operator, no tensor communication
+    step 3: the same, with what the schedule's own order says
+    step 4: that from the integer programs of all patterns, for every boundary
 
-Step 2 solves each pattern once for a boundary, tensor degree and number of rows, at the price with the most micro-batches, and
+Step 4 solves each pattern once for a boundary, tensor degree and number of rows, at the price with the most micro-batches, and
 its answer serves all shapes where it is within a small part of its bound there.
 
 Working a shape out: integer programs for every boundary (autoplan/choose.py), best cuts under the memory limit by stage
@@ -45,6 +47,7 @@ from autoplan.forecast import MEMORY_KINDS
 from autoplan.graph import Graph, options
 from autoplan.gridcheck import check_scheme, undivided
 from autoplan.gridprices import gathers_s
+from autoplan.heavy import heavy_s
 from autoplan.holding import is_split, least_held, surely_held
 from autoplan.ilp import OutOfTime
 from autoplan.load import BUCKET_BYTES
@@ -115,6 +118,7 @@ class Searcher:
         self._bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self._optimizer_s, self.limit_bytes)
         self._solutions: dict[tuple[Inside, Boundary], Mapping[str, Least] | None] = {}
         self._leasts: dict[Inside, Mapping[str, Least]] = {}
+        self._heavy: dict[Inside, float] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
     def run(self) -> Outcome:
@@ -156,9 +160,8 @@ class Searcher:
             if bound_s >= best_s * (1 - _ENOUGH) or bound_s == float("inf"):
                 return
             self._left_s()
-            if level < 2:
-                tighter = self._operator_bound(shape) if level == 0 else self._program_bound(shape)
-                outcome.bounds[shape] = max(bound_s, tighter)
+            if level < len(self.tighter):
+                outcome.bounds[shape] = max(bound_s, self.tighter[level](shape))
                 heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
                 continue
             outcome.worked_out.add(shape)
@@ -268,7 +271,17 @@ class Searcher:
         if self.task.prices.source == "analytic":
             peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
             through_s += self._flops * shape.rows / self.batch / (shape.tp * shape.cp * shape.ep) / peak if peak else 0.0
-        return ramp(through_s, shape.pp, shape.num_micro_batches) if self.task.stages is None else through_s * shape.num_micro_batches / shape.pp
+        return self._even(shape, through_s)
+
+    def _even(self, shape: Shape, through_s: float) -> float:
+        """Least seconds of a step whose micro-batches take so long through all blocks. Only a chain of stages fills as `ramp` says."""
+        is_chain = self.task.stages is None and not _is_in_parts(shape)
+        return ramp(through_s, shape.pp, shape.num_micro_batches) if is_chain else through_s * shape.num_micro_batches / shape.pp
+
+    def _heavy_bound(self, shape: Shape) -> float:
+        if shape.inside not in self._heavy:
+            self._heavy[shape.inside] = heavy_s(self._chooser(shape)) + self._gathers_s(shape.rows, shape.grid)
+        return self._even(shape, self._heavy[shape.inside])
 
     def _gathers_s(self, rows: int, grid: Axes) -> float:
         """Seconds of a micro-batch that a grid gathers at least, whatever the options; nothing where one axis divides the tensors."""
@@ -282,8 +295,16 @@ class Searcher:
             self._gathers[rows, grid] = sum(self.outline.counts[p] * seconds for p, seconds in each.items())
         return self._gathers[rows, grid]
 
+    @property
+    def tighter(self) -> tuple[Callable[[Shape], float], ...]:
+        """The bounds that follow the first, each tighter and dearer than the one before."""
+        return self._heavy_bound, self._operator_bound, self._order_bound, self._program_bound
+
     def _operator_bound(self, shape: Shape) -> float:
         return self._bound(shape, self._least(shape), surely_held)
+
+    def _order_bound(self, shape: Shape) -> float:
+        return self._bound(shape, self._least(shape), least_held)
 
     def _program_bound(self, shape: Shape) -> float:
         found = (self._solved(shape, boundary) for boundary in self._bounds_of(shape))
@@ -298,7 +319,14 @@ class Searcher:
         return self._solutions[key]
 
     def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts) -> float:
-        return min(self._least_step_s(blocks, shape, storing, counts) for storing in self._storings(shape))
+        """The least of all ways of storing. Where the bound does not count on what memory allows, one that may fit bounds those that it dominates."""
+        found: dict[Storing, float] = {}
+        for storing in sorted(self._storings(shape), key=lambda s: s.order):
+            if not (_is_in_parts(shape) and any(_dominates(known, storing) for known in found)):
+                bound_s = self._least_step_s(blocks, shape, storing, counts)
+                if bound_s < float("inf"):
+                    found[storing] = bound_s
+        return min(found.values(), default=float("inf"))
 
     def _least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing, counts: Counts = least_held) -> float:
         """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""
@@ -475,6 +503,11 @@ class Searcher:
         if held[fullest].total <= self.limit_bytes and (step_s < best_s or self.task.stages is not None):  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.pricer)
         return Result(shape, storing, work.chosen, starts, step_s, held[fullest], fullest, self.limit_bytes, loads, times, idle_s, is_bent, step.stage_ranks)
+
+
+def _is_in_parts(shape: Shape) -> bool:
+    """Whether a rank has several stages, or the backward pass is split."""
+    return is_split(shape.schedule) or shape.num_chunks > 1
 
 
 def _dominates(one: Storing, other: Storing) -> bool:

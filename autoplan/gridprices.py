@@ -41,7 +41,8 @@ def scheme_options(graph: Graph, op: Op, found: Sequence[Option], scheme: str) -
         outputs = [o for o in dividing if op.flops and len(op.operands) == 2 and (loop := loop_of(graph, op, o.label)) and _is_output(graph, op, loop)]
         free = op.flops or op.instr.target.startswith("aten.embedding.")  # a table may be the weight of a product too
         return tuple(outputs or (found if free else [option for option in found if option.label == "whole"]))
-    inside = [option for option in dividing if (loop := loop_of(graph, op, option.label)) and loop.gathers]
+    gathering = {loop.label for loop in (*op.loops, *op.paired, *gathered_loops(graph, op)) if loop.gathers}
+    inside = [option for option in dividing if option.label in gathering]
     return tuple(inside or found)
 
 
@@ -62,7 +63,7 @@ def weight_parts(local: LocalGraph, name: str) -> int:
 def sent_inside(local: LocalGraph, index: int, option: Option) -> tuple[Sent, ...]:
     """Every collective that operator number `index` brings with it as `option`, but changes of layout on the feature axis."""
     graph, op = local.graph, local.graph.ops[index]
-    operands, loop = local.operands(index), loop_of(local.graph, op, option.label)
+    operands, loop = local.operands(index), local.loop(index, option)
     found: list[Sent] = []
     panels = _panels(graph, op, loop, local.degree)
     for kind, (side, position), phase, part in insides(graph, op, loop):

@@ -77,10 +77,12 @@ def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[tuple[Mom
     found = []
     for rank, own in enumerate(actions):
         now = {s: [0, 0] for s, r in enumerate(stage_ranks) if r == rank}
-        seen: dict[Moment, None] = {}
+        full: list[Moment] = []  # of which none dominates another
 
-        def mark(stage: int, now: dict[int, list[int]] = now, seen: dict[Moment, None] = seen) -> None:
-            seen[Moment(stage, tuple((s, saved, put_off) for s, (saved, put_off) in now.items()))] = None
+        def mark(stage: int, now: dict[int, list[int]] = now, full: list[Moment] = full) -> None:
+            moment = Moment(stage, tuple((s, saved, put_off) for s, (saved, put_off) in now.items()))
+            if not any(other.dominates(moment) for other in full):
+                full[:] = [*(other for other in full if not moment.dominates(other)), moment]
 
         for action in own:
             counts = now[action.stage]
@@ -94,7 +96,7 @@ def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[tuple[Mom
                 if action.kind == "BI":
                     counts[1] += 1
                     mark(action.stage)
-        found.append(tuple(m for m in seen if not any(other is not m and other.dominates(m) for other in seen)))
+        found.append(tuple(full))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from autoplan.errors import AutoplanError
 from autoplan.gathered import loop_of
-from autoplan.graph import Graph, Option
+from autoplan.graph import Graph, Loop, Option
 from autoplan.layout import WHOLE, Layout, Split
 from costmodel import argtext
 from costmodel.opkey import Collective, CollectiveKind, OpKey, OpTime, RankGroup, Shape
@@ -157,6 +157,7 @@ class LocalGraph:
         self.pricer = pricer
         self.grid = grid
         self._known: dict[int, tuple] = {}
+        self._loops: dict[tuple[int, str], Loop | None] = {}
 
     @cached_property
     def parts(self) -> int:
@@ -200,6 +201,13 @@ class LocalGraph:
         """Operands of op number `index` of the graph."""
         return self._facts(index)[0]
 
+    def loop(self, index: int, option: Option) -> Loop | None:
+        """The loop of op number `index` that an option divides."""
+        key = (index, option.label)
+        if key not in self._loops:
+            self._loops[key] = loop_of(self.graph, self.graph.ops[index], option.label)
+        return self._loops[key]
+
     def share(self, index: int, option: Option) -> int:
         """Into how many equal parts the work of an op is divided, on both axes together."""
         batch = self.batch_options[index]
@@ -213,7 +221,7 @@ class LocalGraph:
         """Seconds of op number `index` of the graph, run as `option` on the tensor axis."""
         op, batch = self.graph.ops[index], self.batch_options[index]
         names, grads, text, inputs, results = self._facts(index)
-        gathered = {i for i, _ in loop.gathers} if "~" in option.label and (loop := loop_of(self.graph, op, option.label)) else ()
+        gathered = {i for i, _ in loop.gathers} if "~" in option.label and (loop := self.loop(index, option)) else ()
         reads = tuple(WHOLE if i in gathered else layout for i, layout in enumerate(option.reads))
         operands = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(inputs, reads, strict=True))
         outputs = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(results, option.writes, strict=True))
