@@ -24,12 +24,13 @@ from autoplan.price import Pricer
 from autoplan.replay import Step
 from autoplan.search import search
 from autoplan.simulate import assemble
-from autoplan.space import Shape, space
+from autoplan.space import RECOMPUTES, Shape, space
 from autoplan.workload import load_of, model_of
 from costmodel.cluster import Cluster
 from costmodel.opkey import Collective, OpKey, OpTime
 from runtime.program import Program
 
+ASKED = Constraints(tensor="1d")  # grids of tensor axes are left out
 NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
 
 
@@ -120,14 +121,14 @@ def instance(seed: int) -> Instance:
 def least_step_s(case: Instance) -> float:
     """Seconds of the fastest executable plan that fits; infinity where none does."""
     outline = Outline(case.graph)
-    found = space(case.cluster.num_devices, case.graph.batch_size or 1, len(outline.blocks), Constraints(), can_micro_batch=outline.batch.blocker is None)
+    found = space(case.cluster.num_devices, case.graph.batch_size or 1, len(outline.blocks), ASKED, can_micro_batch=outline.batch.blocker is None)
     pricer = Pricer(case.prices, None)
     return min((step_s for shape in found.shapes for step_s in _of_shape(case, outline, pricer, shape)), default=float("inf"))
 
 
 def _of_shape(case: Instance, outline: Outline, pricer: Pricer, shape: Shape) -> Iterator[float]:
     graph, blocks = case.graph, len(case.graph.blocks)
-    cuts = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), shape.pp - 1)]
+    cuts = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), len(shape.stage_ranks) - 1)]
     for blocks_plans, starts in itertools.product(_block_plans(outline, shape.tp), cuts):
         plan = _plan(case, shape, blocks_plans, starts)
         try:
@@ -135,7 +136,7 @@ def _of_shape(case: Instance, outline: Outline, pricer: Pricer, shape: Shape) ->
         except (AssertionError, UsageError):
             continue  # some operator cannot read what another one makes
         model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, shape.tp, None)
-        for recompute in ("none", "full"):
+        for recompute in RECOMPUTES:
             loads = tuple(load_of(p, stage, graph, pricer) for p, stage in _stages(programs, recompute))
             for zero in (0, 1, 2, 3) if shape.dp > 1 else (0,):
                 step = Step(shape.axes, shape.schedule, shape.num_micro_batches, zero, None, "adamw", None, programs[0].stage_ranks)
@@ -187,9 +188,10 @@ def _labels(graph: Graph, block: Block, degree: int) -> list[tuple[str, ...]]:
 
 def _plan(case: Instance, shape: Shape, blocks: tuple[BlockPlan, ...], starts: tuple[int, ...]) -> Plan:
     graph = case.graph
-    stages = tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, j) for j, (a, b) in enumerate(itertools.pairwise(starts)))
+    each = zip(shape.stage_ranks, itertools.pairwise(starts), strict=True)
+    stages = tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank) for rank, (a, b) in each)
     return Plan(
         model=graph.name, model_fingerprint=graph.fingerprint, cluster=case.cluster.name, cluster_fingerprint="", global_batch=graph.batch_size or 1,
         micro_batch_size=shape.rows, num_micro_batches=shape.num_micro_batches, axes=shape.axes, zero=0, zero_group=None, schedule=shape.schedule,
-        num_chunks=1, precision=None, optimizer="adamw", stages=stages, blocks=blocks, forecast=NO_FORECAST, gap=0.0, space={},
+        num_chunks=shape.num_chunks, precision=None, optimizer="adamw", stages=stages, blocks=blocks, forecast=NO_FORECAST, gap=0.0, space={},
     )  # fmt: skip

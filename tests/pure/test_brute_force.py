@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from bruteforce import instance, least_step_s
+from bruteforce import ASKED, instance, least_step_s
 
-from autoplan.constraints import Constraints
 from autoplan.errors import InfeasibleError
 from autoplan.search import search
 
@@ -17,7 +16,7 @@ def check(seed: int) -> float:
     case = instance(seed)
     least_s = least_step_s(case)
     try:
-        plan = search(case.graph, case.cluster, case.prices, Constraints())
+        plan = search(case.graph, case.cluster, case.prices, ASKED)
     except InfeasibleError:
         assert least_s == float("inf"), f"seed {seed}: brute force has a plan of {least_s} s, the search none"
         return 0.0
@@ -28,12 +27,12 @@ def check(seed: int) -> float:
     return 1 - least_s / step_s
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_plan_is_the_fastest_of_all_executable_plans(seed: int) -> None:
     assert check(seed) <= _TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 500))
+@pytest.mark.parametrize("seed", range(6, 500))
 def test_the_plan_is_the_fastest_of_all_executable_plans_at_length(seed: int) -> None:
     assert check(seed) <= _TOLERANCE

@@ -140,7 +140,7 @@ def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
     space = searcher._space()
     for shape in space.shapes[::3]:
         times = [r.step_s for r in searcher._work_out(shape)[0]]
-        bounds = [searcher._peak_bound(shape), searcher._operator_bound(shape), searcher._program_bound(shape)]
+        bounds = [searcher._peak_bound(shape), *(bound(shape) for bound in searcher.tighter)]
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
 
 
