@@ -15,6 +15,7 @@ from autoplan.agreement import Calls, from_first_rank, share_weights
 from autoplan.api import Batch, LossFn, find_plan, load_cluster
 from autoplan.arrange import arranged
 from autoplan.constraints import Constraints
+from autoplan.deal import data_shares
 from autoplan.errors import StalePlanError, UsageError
 from autoplan.evaluation import evaluation_graph
 from autoplan.example import example_batch
@@ -22,7 +23,7 @@ from autoplan.faults import told
 from autoplan.forecast import Forecast, Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
-from autoplan.lower import data_shares, lower
+from autoplan.lower import lower
 from autoplan.moving import check_move, rests_alike, shapes_source
 from autoplan.onebitadam import one_bit_adam
 from autoplan.optimizers import optimizer_class, protect

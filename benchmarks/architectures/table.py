@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 import autoplan
 import autoplan.parallel
+from autoplan.assignments import tensor_options
 from autoplan.batchaxis import batch_axis
 from autoplan.frontend import capture
 from autoplan.graph import Graph
-from autoplan.lower import tensor_options
 from autoplan.plan import Plan
 from benchmarks.architectures.models import ARCHITECTURES
 from tests.dist.launch import run_ranks
