@@ -13,7 +13,7 @@ _HOMES = {
     "find_plan": "autoplan.api",
     "batch_size_schedule": "autoplan.batchsize",
     "parallelize": "autoplan.parallel",
-    "ParallelModel": "autoplan.parallel",
+    "ParallelModel": "autoplan.parallelmodel",
     "retrace": "autoplan.retracing",
     "OnlinePlanner": "autoplan.online",
     "register_rule": "autoplan.rules",

@@ -28,7 +28,7 @@ import torch
 
 from autoplan.api import Batch, LossFn
 from autoplan.errors import UsageError
-from autoplan.parallel import ParallelModel
+from autoplan.parallelmodel import ParallelModel
 from runtime.snapshot import revert, snapshot
 
 Batches = Callable[[int], Iterable[Batch]]

@@ -11,6 +11,7 @@ from autoplan.errors import StalePlanError, UsageError
 from autoplan.graph import Graph
 from autoplan.plan import Plan
 from runtime.executor import Executor
+from runtime.mesh import Mesh, build_mesh
 from runtime.program import Program
 
 
@@ -47,3 +48,17 @@ def shapes_source(model: torch.nn.Module, graph: Graph) -> Callable[[str], torch
     """A function from a tensor's own name to one of its shape, whose values are written later; constants as they are."""
     dense = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     return lambda fqn: graph.constants[fqn] if fqn in graph.constants else torch.empty(dense[fqn].shape, dtype=dense[fqn].dtype)
+
+
+class Meshes:
+    """The meshes of the plans that ran; each form is made once, since process groups are kept."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self._known = {(plan.axes, plan.zero_group): mesh}
+
+    def of(self, plan: Plan, running: Mesh) -> Mesh:
+        """The mesh of a plan, as patient as the one that is running. Every rank calls it."""
+        form = (plan.axes, plan.zero_group)
+        if form not in self._known:
+            self._known[form] = build_mesh(plan.axes, zero_group=plan.zero_group, device=running.device, patience_s=running.guard.patience_s)
+        return self._known[form]

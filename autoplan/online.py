@@ -25,7 +25,7 @@ from autoplan.drift import Drift, grouped
 from autoplan.errors import InfeasibleError
 from autoplan.lower import lower
 from autoplan.moving import rests_alike
-from autoplan.parallel import ParallelModel
+from autoplan.parallelmodel import ParallelModel
 from autoplan.plan import Plan
 from autoplan.planfile import dumps, loads
 from autoplan.price import precision_left

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import autoplan
-import autoplan.parallel
+import autoplan.parallelmodel
 from autoplan.assignments import tensor_options
 from autoplan.batchaxis import batch_axis
 from autoplan.frontend import capture
@@ -92,7 +92,7 @@ def _row(name: str) -> Row:
         return {"dp2": f"refused: {error}"}
     loss, true, weights = _plain(copy.deepcopy(model), batch)
     row = {"split": share(graph, [option.label for option in batch_axis(graph).options])}
-    autoplan.parallel.capture = lambda *_, **__: graph  # one capture serves every plan
+    autoplan.parallelmodel.capture = lambda *_, **__: graph  # one capture serves every plan
     for column, make in (PLANS if dist.get_world_size() == 2 else ON_EIGHT).items():
         try:
             plan = _agreed(make, graph)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import autoplan
-import autoplan.parallel
+import autoplan.parallelmodel
 from autoplan.frontend import capture
 from runtime.executor import Executor
 from tests.dist.launch import run_ranks
@@ -26,7 +26,7 @@ DIVIDED += [dict(cp=4, recompute="full"), dict(cp=2, tp=2, context="heads")]  # 
 def _two_steps(plans: list[dict[str, Any]], by_element: bool) -> list[tuple[list[float], Grads]]:
     """Losses of two steps (whose masks differ, at equal weights) and the gradients of the last, under each plan, on rank 0."""
     torch.set_num_threads(1)
-    autoplan.parallel.Executor = functools.partial(Executor, random_by_element=by_element)  # type: ignore[misc,assignment]
+    autoplan.parallelmodel.Executor = functools.partial(Executor, random_by_element=by_element)  # type: ignore[misc,assignment]
     found = []
     for options in plans:
         model, batch = gpt2(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
