@@ -20,7 +20,7 @@ import numpy as np
 from autoplan.choose import Boundary, Chosen
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
-from autoplan.explore import Searcher, Task
+from autoplan.explore import Searcher
 from autoplan.holding import is_split
 from autoplan.rankmemory import memories
 from autoplan.replay import durations
@@ -28,6 +28,7 @@ from autoplan.replicas import Kind, slowest
 from autoplan.shares import best_shares, row_shares
 from autoplan.space import Shape, Storing
 from autoplan.stagework import Work
+from autoplan.task import Task
 from costmodel.opkey import Collective, OpKey, OpTime, RankGroup
 from costmodel.prices import Prices
 
@@ -104,7 +105,7 @@ def drafts_of(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher]
         if shape.pp > 1 and shape.dp > 1:
             orders.append(("dp", *(name for name in orders[0] if name != "dp")))
         kept: list[Storing] = []
-        for storing in sorted(reference._storings(shape), key=lambda s: (s.recompute != "none", s.zero)):
+        for storing in sorted(reference.shapes.storings(shape), key=lambda s: (s.recompute != "none", s.zero)):
             if any(one.recompute in ("none", storing.recompute) and (one.zero == storing.zero or 1 <= one.zero <= storing.zero) for one in kept):
                 continue
             of_kind = _priced(shape, storing, searchers, reference)
@@ -123,20 +124,20 @@ def slowest_kind(searchers: dict[Kind, Searcher]) -> Kind:
 def _priced(shape: Shape, storing: Storing, searchers: dict[Kind, Searcher], reference: Searcher) -> dict[Kind, _Kind] | None:
     """The blocks of every kind, under the boundary that is best on the slowest; None where there is none."""
     found: dict[Kind, _Kind] = {}
-    boundaries = reference._bounds_of(shape)
-    chosen = {b: reference._chooser(shape).choose(b, reference._price(shape)) for b in boundaries}
+    boundaries = reference.shapes.boundaries(shape)
+    chosen = {b: reference.shapes.chooser(shape).choose(b, reference.shapes.price(shape)) for b in boundaries}
     possible = [b for b in boundaries if chosen[b] is not None]
     if not possible:
         return None
 
     def works(searcher: Searcher, rows: int, boundary: Boundary) -> Work | None:
-        chooser = searcher._chooser(replace(shape, rows=rows))
-        picked = chooser.choose(boundary, searcher._price(shape))
-        return None if picked is None else Work(searcher.outline, chooser.local, picked, storing.recompute, searcher.step(shape, storing))
+        chooser = searcher.shapes.chooser(replace(shape, rows=rows))
+        picked = chooser.choose(boundary, searcher.shapes.price(shape))
+        return None if picked is None else Work(searcher.shapes.outline, chooser.local, picked, storing.recompute, searcher.shapes.step(shape, storing))
 
     slots = {b: work for b in possible if (work := works(reference, shape.rows, b)) is not None}
     boundary = min(slots, key=lambda b: sum(block.slot_s for block in slots[b].blocks))
-    other = shape.rows * 2 if (reference.batch // shape.rows) % 2 == 0 else shape.rows // 2 if shape.rows % 2 == 0 else 0
+    other = shape.rows * 2 if (reference.shapes.batch // shape.rows) % 2 == 0 else shape.rows // 2 if shape.rows % 2 == 0 else 0
     for kind, searcher in searchers.items():
         work = works(searcher, shape.rows, boundary)
         second = works(searcher, other, boundary) if other else None
@@ -159,8 +160,8 @@ def _of_shape(
     sizes = dict(shape.axes)
     cells = slowest(tuple((name, sizes[name]) for name in order), found)
     places = [[of_kind[found[cells[j, i]]] for j in range(shape.pp)] for i in range(shape.dp)]
-    even = row_shares(reference.batch, shape.dp)
-    numbers = reference.outline.blocks
+    even = row_shares(reference.shapes.batch, shape.dp)
+    numbers = reference.shapes.outline.blocks
     slow = of_kind[slowest_kind({k: v.searcher for k, v in of_kind.items()})]
     chosen = slow.work.chosen
     m = shape.num_micro_batches
@@ -192,8 +193,8 @@ def _of_shape(
         passes_s = max(seconds(i, cuts)(rows) for i, rows in enumerate(shares))
         entered_s = sum(float(entry_s[j, cut]) for j, cut in enumerate(cuts[:-1]))
         loads = slow.work.stage_loads(starts, shape.stage_ranks)
-        step = replace(slow.searcher.step(shape, storing), axes=tuple((name, sizes[name]) for name in order))
-        tail_s = max(durations(load, step, slow.searcher.pricer).tail_s for load in loads)
+        step = replace(slow.searcher.shapes.step(shape, storing), axes=tuple((name, sizes[name]) for name in order))
+        tail_s = max(durations(load, step, slow.searcher.shapes.pricer).tail_s for load in loads)
         return Draft(shape, order, storing, tuple(shares), starts, chosen, passes_s + entered_s + tail_s)
 
     shares, cuts = even, cut(even)
@@ -204,7 +205,10 @@ def _of_shape(
     for _ in range(_NUM_TURNS if shape.dp > 1 else 0):
         try:
             shares = best_shares(
-                [seconds(i, cuts) for i in range(shape.dp)], reference.batch, least=m, caps=[_cap(places[i], shape, storing, cuts) for i in range(shape.dp)]
+                [seconds(i, cuts) for i in range(shape.dp)],
+                reference.shapes.batch,
+                least=m,
+                caps=[_cap(places[i], shape, storing, cuts) for i in range(shape.dp)],
             )
         except InfeasibleError:
             break
@@ -220,7 +224,7 @@ def _of_shape(
 
 def _entry_s(task: Task, kind: _Kind, cells: Mapping[tuple[int, int], int], shape: Shape) -> np.ndarray:
     """[j, a]: seconds of the transfers of a micro-batch, there and back, over the link before stage j where it begins at block a."""
-    outline, work = kind.searcher.outline, kind.work
+    outline, work = kind.searcher.shapes.outline, kind.work
     numbers, place = outline.blocks, {number: a for a, number in enumerate(outline.blocks)}
     crossing = np.zeros(len(numbers) + 1)
     for name, readers in outline.crossing.items():
@@ -237,19 +241,19 @@ def _entry_s(task: Task, kind: _Kind, cells: Mapping[tuple[int, int], int], shap
 
 
 def _fits(kind: _Kind, shape: Shape, storing: Storing) -> list[np.ndarray]:
-    return kind.work.fits(kind.searcher.step(shape, storing), kind.searcher.width, kind.searcher.limit_bytes)
+    return kind.work.fits(kind.searcher.shapes.step(shape, storing), kind.searcher.shapes.width, kind.searcher.shapes.limit_bytes)
 
 
 def _cap(stages: Sequence[_Kind], shape: Shape, storing: Storing, cuts: Sequence[int]) -> int:
     """The most rows of a replica: what memory its stages have beside what does not grow with rows."""
     rows = None
     for j, kind in enumerate(stages):
-        numbers = kind.searcher.outline.blocks
+        numbers = kind.searcher.shapes.outline.blocks
         starts = (0, *(numbers[c] for c in cuts[1:-1]), len(kind.searcher.task.graph.blocks))
-        loads, step = kind.work.stage_loads(starts, shape.stage_ranks), kind.searcher.step(shape, storing)
+        loads, step = kind.work.stage_loads(starts, shape.stage_ranks), kind.searcher.shapes.step(shape, storing)
         empty = tuple(replace(load, saved_bytes=0, transient_bytes=0, sends=()) for load in loads)
         full, fixed = (memories(each, step)[j].total for each in (loads, empty))
-        room, each = kind.searcher.limit_bytes - fixed, max(1e-9, (full - fixed) / shape.rows)
+        room, each = kind.searcher.shapes.limit_bytes - fixed, max(1e-9, (full - fixed) / shape.rows)
         most = int(max(0, room) / each) * shape.num_micro_batches
         rows = most if rows is None else min(rows, most)
-    return min(rows or 0, stages[0].searcher.batch)
+    return min(rows or 0, stages[0].searcher.shapes.batch)

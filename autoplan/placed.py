@@ -9,11 +9,11 @@ from autoplan.arrange import arrange, first_blocks, stages_of
 from autoplan.batchaxis import batch_axis
 from autoplan.errors import InfeasibleError
 from autoplan.explain import short
-from autoplan.explore import Stages, Task
 from autoplan.placement import Placed, candidates, pins_of
 from autoplan.plan import Alternative, Plan
 from autoplan.price import Pricer, precision_left
 from autoplan.space import divisors
+from autoplan.task import Stages, Task
 from autoplan.units import seconds
 
 _NUM_CANDIDATES = 3  # of one number of stages, that get a search

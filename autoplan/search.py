@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoplan.constraints import Constraints
 from autoplan.errors import InfeasibleError
-from autoplan.explore import Searcher, Task, too_large
+from autoplan.explore import Searcher, too_large
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph
 from autoplan.lower import lower
@@ -16,6 +16,7 @@ from autoplan.outcome import Outcome, Result
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
 from autoplan.rankmemory import by_rank
 from autoplan.simulate import assemble, forecast
+from autoplan.task import Task
 from autoplan.units import figures, num_bytes, seconds
 from autoplan.workload import model_of
 from costmodel.cluster import Cluster
@@ -84,7 +85,7 @@ def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
         if found and not close:
             break
         plan = plan_of(result, searcher, outcome)
-        told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=searcher.overlap)
+        told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=searcher.shapes.overlap)
         told = _limited(told, result.limit_bytes)
         if told.peak_memory_bytes <= result.limit_bytes:
             found.append((replace(plan, forecast=told), result))
@@ -112,7 +113,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         model_fingerprint=graph.fingerprint,
         cluster=task.cluster.name,
         cluster_fingerprint=task.cluster.fingerprint(),
-        global_batch=searcher.batch,
+        global_batch=searcher.shapes.batch,
         micro_batch_size=shape.rows,
         num_micro_batches=shape.num_micro_batches,
         axes=shape.axes,
@@ -135,17 +136,17 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         servers=task.constraints.servers or (),
         staleness=task.constraints.staleness,
         warnings=(*graph.warnings, *_warnings(searcher), *_mode_warnings(searcher, shape.dp)),
-        compression=searcher.sums.compression or None,
-        delay=searcher.sums.delay,
+        compression=searcher.shapes.sums.compression or None,
+        delay=searcher.shapes.sums.delay,
     )
 
 
 def forecast_of(result: Result, searcher: Searcher) -> Forecast:
     """The search's own forecast of a result."""
-    step = searcher.step(result.shape, result.storing)
+    step = searcher.shapes.step(result.shape, result.storing)
     splits = {block.pattern: block.splits for block in _block_plans(result, searcher)}
     model = model_of(searcher.task.graph, splits, result.shape.tp, searcher.task.precision)
-    told = assemble(result.loads, step, model, searcher.pricer)
+    told = assemble(result.loads, step, model, searcher.shapes.pricer)
     return _limited(told, result.limit_bytes)
 
 
@@ -154,7 +155,7 @@ def _limited(told: Forecast, limit_bytes: int) -> Forecast:
 
 
 def _block_plans(best: Result, searcher: Searcher) -> tuple[BlockPlan, ...]:
-    graph, outline = searcher.task.graph, searcher.outline
+    graph, outline = searcher.task.graph, searcher.shapes.outline
     has_layers = any(block.layer for block in graph.blocks)
     found = []
     for pattern, number in outline.examples.items():
@@ -258,7 +259,7 @@ def _reasons(best: Result, outcome: Outcome) -> tuple[str, ...]:
 
 
 def _mode_warnings(searcher: Searcher, num_replicas: int) -> Iterable[str]:
-    sums = searcher.sums
+    sums = searcher.shapes.sums
     if sums.is_own and num_replicas == 1:
         yield "compressed or late gradients change nothing here: there is one data rank, and nothing is summed over it"
     elif sums.compression:
@@ -268,10 +269,10 @@ def _mode_warnings(searcher: Searcher, num_replicas: int) -> Iterable[str]:
 
 
 def _warnings(searcher: Searcher) -> Iterable[str]:
-    graph, batch = searcher.task.graph, searcher.outline.batch
+    graph, batch = searcher.task.graph, searcher.shapes.outline.batch
     if graph.loss is None:
         yield f"{graph.name} gives no loss, so this is a plan of its forward pass: to train, give labels in the batch, or loss_fn"
-    if batch.blocker is not None and searcher.batch > 1:
+    if batch.blocker is not None and searcher.shapes.batch > 1:
         yield f"one micro-batch only: {batch.blocker}"
     if searcher.task.constraints.sync == "async":
         yield (

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from autoplan.drafts import Draft, OnDevice, drafts_of, slowest_kind
 from autoplan.errors import InfeasibleError, UsageError
-from autoplan.explore import Searcher, Task
+from autoplan.explore import Searcher
 from autoplan.graph import Graph
 from autoplan.lower import lower
 from autoplan.outcome import Outcome, Result
@@ -32,6 +32,7 @@ from autoplan.shares import row_shares
 from autoplan.simulate import forecast
 from autoplan.solver import Program, minimise
 from autoplan.stagework import Work
+from autoplan.task import Task
 from costmodel.prices import Prices
 
 _NUM_FORECAST = 8  # combinations that are lowered
@@ -80,9 +81,9 @@ def _forecast_best(
 
 def _plan(draft: Draft, reference: Searcher, plan_of: Callable[[Result, Searcher, Outcome], Plan]) -> Plan:
     shape, storing = draft.shape, draft.storing
-    work = Work(reference.outline, reference._chooser(shape).local, draft.chosen, storing.recompute, reference.step(shape, storing))
-    result = reference.result(shape, storing, work, draft.starts)
-    even = draft.shares == row_shares(reference.batch, shape.dp)
+    work = Work(reference.shapes.outline, reference.shapes.chooser(shape).local, draft.chosen, storing.recompute, reference.shapes.step(shape, storing))
+    result = reference.works.result(shape, storing, work, draft.starts)
+    even = draft.shares == row_shares(reference.shapes.batch, shape.dp)
     largest = -(-max(draft.shares) // shape.num_micro_batches)
     made = plan_of(result, reference, Outcome(reference._space()))
     return replace(
@@ -155,8 +156,8 @@ def _bound_s(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher])
     for kind, searcher in searchers.items():
         for shape in {shape.inside: shape for shape in searcher._space().shapes}.values():
             num_ranks = math.prod(size for name, size in shape.axes if name not in ("pp", "dp"))
-            for pattern, block in searcher._least(shape).items():
-                spent = block.count * block.seconds * num_ranks * searcher.batch / shape.rows
+            for pattern, block in searcher.shapes.least(shape).items():
+                spent = block.count * block.seconds * num_ranks * searcher.shapes.batch / shape.rows
                 least[pattern, kind] = min(least.get((pattern, kind), float("inf")), spent)
     patterns = list(dict.fromkeys(pattern for pattern, _ in least))
 

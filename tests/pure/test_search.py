@@ -9,11 +9,12 @@ from handmade import Builder, FlatPrices, transformer
 
 from autoplan.constraints import Constraints
 from autoplan.errors import AutoplanError, InfeasibleError, UsageError
-from autoplan.explore import Searcher, Task
+from autoplan.explore import Searcher
 from autoplan.graph import Graph
 from autoplan.plan import Plan
 from autoplan.planfile import dumps
 from autoplan.search import search
+from autoplan.task import Task
 from costmodel.cluster import Cluster
 
 GIB = 2**30
@@ -139,8 +140,8 @@ def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
     searcher = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None))
     space = searcher._space()
     for shape in space.shapes[::3]:
-        times = [r.step_s for r in searcher._work_out(shape)[0]]
-        bounds = [searcher._peak_bound(shape), *(bound(shape) for bound in searcher.tighter)]
+        times = [r.step_s for r in searcher.works.plans(shape)[0]]
+        bounds = [searcher.shapes.peak_bound(shape), *(bound(shape) for bound in searcher.shapes.tighter)]
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
 
 
@@ -155,7 +156,7 @@ def test_no_shape_that_was_pruned_is_better(share: float) -> None:
     limit = int(searcher(80 * GIB).run().best().memory.total * share)
     outcome = searcher(limit).run()
     every = searcher(limit)
-    times = [r.step_s for shape in every._space().shapes for r in every._work_out(shape)[0] if r.fits]
+    times = [r.step_s for shape in every._space().shapes for r in every.works.plans(shape)[0] if r.fits]
     assert bool(outcome.fitting) == bool(times)
     if times:
         assert outcome.best().step_s * (1 - outcome.gap(outcome.best())) <= min(times) * (1 + 1e-9)

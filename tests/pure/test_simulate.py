@@ -6,7 +6,7 @@ import pytest
 from handmade import FlatPrices, transformer
 
 from autoplan.constraints import Constraints
-from autoplan.explore import Searcher, Task
+from autoplan.explore import Searcher
 from autoplan.forecast import CollectiveUse
 from autoplan.load import Pass, Send, StageLoad
 from autoplan.lower import lower
@@ -15,6 +15,7 @@ from autoplan.rankmemory import memories, stage_memory
 from autoplan.replay import Step, durations, least_step, replay, step_seconds
 from autoplan.search import forecast_of, plan_of
 from autoplan.simulate import forecast, stage_uses
+from autoplan.task import Task
 from autoplan.workload import load_of
 from costmodel.cluster import Cluster
 
@@ -96,10 +97,10 @@ def test_the_program_takes_what_the_search_thought(fixed: dict) -> None:
     told = forecast(lower(plan, graph), plan, graph, prices)
     assert told.step_time_s == pytest.approx(thought.step_time_s, rel=0.02)
     assert told.peak_memory_bytes == pytest.approx(thought.peak_memory_bytes, rel=0.05)
-    how = searcher.step(outcome.best().shape, outcome.best().storing)
+    how = searcher.shapes.step(outcome.best().shape, outcome.best().storing)
     for program in lower(plan, graph):
         for stage in program.stages:
-            read = stage_uses(load_of(program, stage, graph, searcher.pricer), how)
+            read = stage_uses(load_of(program, stage, graph, searcher.shapes.pricer), how)
             assert _by_kind(read) == pytest.approx(_by_kind(stage_uses(outcome.best().loads[stage.index], how)))
 
 

@@ -1,0 +1,237 @@
+"""Bounds of shapes, tightened step by step, and what else is fixed by a shape before operators are placed.
+
+With W seconds of one micro-batch through all blocks, m micro-batches and n stages,
+
+    step 0: T >= W / (1 - (1 - 1/m)^n), where a rank has several stages or the backward pass is split T >= m W / n; W from the forward
+            FLOPs at the device's peak (analytic prices only, which never beat it) and what a grid of tensor axes gathers
+    step 1: the same, W from the fastest option of the heaviest operators (autoplan/heavy.py)
+    step 2: autoplan/bounds.py from the fastest option of every operator, no tensor communication
+    step 3: the same, with what the schedule's own order says
+    step 4: that from the integer programs of all patterns, for every boundary
+
+Step 4 solves each pattern once for a boundary, tensor degree and number of rows, at the price with the most micro-batches, and
+its answer serves all shapes where it is within a small part of its bound there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from autoplan.bounds import Bounds, Counts, Least, least_blocks, ramp
+from autoplan.choose import Boundary, Chooser, Outline
+from autoplan.countdown import Countdown
+from autoplan.datasums import Mode
+from autoplan.graph import Graph
+from autoplan.gridprices import gathers_s
+from autoplan.heavy import heavy_s
+from autoplan.holding import is_split, least_held, surely_held
+from autoplan.load import BUCKET_BYTES
+from autoplan.price import LocalGraph, Pricer, axis_group, itemsize, precision_left
+from autoplan.problem import Price
+from autoplan.replay import Step
+from autoplan.schemes import Axes, feature_axes, row_unit, scheme_of
+from autoplan.searchcontexts import SearchedContexts
+from autoplan.space import RECOMPUTES, Inside, Shape, Storing, storings
+from autoplan.sync import is_served, num_servers
+from autoplan.task import Task
+from costmodel.cluster import Cluster
+from costmodel.memory import widths
+
+
+class ShapeBounds:
+    """Bounds of one search's shapes. What several shapes share is worked out once."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.outline = Outline(task.graph)
+        self.pricer = Pricer(task.prices, precision_left(task.graph, task.precision), overlap=self.overlap)
+        self.batch = task.graph.batch_size or 1
+        self.width = widths(task.precision, task.optimizer, parameter_width(task.graph))
+        self.limit_bytes = min(task.prices.memory_limit_bytes(rank) for rank in _distinct_ranks(task.cluster))
+        if task.constraints.max_memory_bytes is not None:
+            self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
+        self.countdown = Countdown()
+        self.examples = {p: self.outline.indices(task.graph.blocks[number]) for p, number in self.outline.examples.items()}
+        self._gathers: dict[tuple[int, Axes], float] = {}
+        self._choosers: dict[Inside, Chooser] = {}
+        self._tried: dict[tuple[Axes, int], tuple[Boundary, ...]] = {}
+        self.contexts = SearchedContexts(task.graph, self.outline.batch.preamble_outputs)
+        low, high = (task.prices.optimizer_s(n, task.optimizer, float(self.width.total)) for n in (2**23, 2**24))
+        self.optimizer_s = max(0.0, high - low) / 2**23  # per element
+        smallest = min((itemsize(v.spec.dtype) for v in task.graph.parameters()), default=4)
+        self.bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self.optimizer_s, self.limit_bytes)
+        self._solutions: dict[tuple[Inside, Boundary], Mapping[str, Least] | None] = {}
+        self._leasts: dict[Inside, Mapping[str, Least]] = {}
+        self._heavy: dict[Inside, float] = {}
+        self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
+
+    def step(self, shape: Shape, storing: Storing) -> Step:
+        return Step(
+            shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
+            self.task.optimizer, self.task.precision, shape.stage_ranks if self.task.stages is None else self.task.stages.ranks,
+            self.overlap, self.task.constraints.sync or "allreduce", num_servers(self.task.constraints, shape.dp), self.sums,
+        )  # fmt: skip
+
+    def storings(self, shape: Shape) -> tuple[Storing, ...]:
+        """Ways of storing that differ on a shape."""
+        found, fixed = storings(self.task.constraints), self.task.constraints
+        if is_split(shape.schedule) and fixed.zero is None:  # a split backward pass keeps parameters gathered and reduces once: all are ZeRO-1
+            found = tuple(s for s in found if s.zero <= 1)
+        return tuple(s for s in found if s.zero == 0) if shape.dp == 1 and fixed.zero is None and fixed.zero_group is None else found
+
+    @property
+    def overlap(self) -> bool:
+        """Whether transfers run beside compute: not on CPUs, whose cores do both."""
+        return self.task.cluster.device().kind == "cuda"
+
+    @property
+    def sums(self) -> Mode:
+        """How gradients are summed over the data axis."""
+        return Mode(self.task.constraints.compression or "", self.task.constraints.delay or 0)
+
+    @property
+    def dtype(self) -> str:
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.task.precision or "", "float32")
+
+    def price(self, shape: Shape) -> Price:
+        """What parameters cost after the passes at least, whatever the ZeRO stage: the optimizer, and sums that nothing hides."""
+        zero = self.task.constraints.zero
+        width = parameter_width(self.task.graph)
+        seconds = self.optimizer_s / width / (shape.dp if zero != 0 else 1)
+        if is_served(self.task.constraints):  # no more than the parts that every way of serving takes
+            return Price(shape.num_micro_batches, self.optimizer_s / width / max(1, num_servers(self.task.constraints, shape.dp)))
+        if shape.dp > 1 and not self.sums.is_own and (zero == 0 or not self.overlap):
+            group = axis_group(shape.axes, "dp")
+            bucket, large = BUCKET_BYTES, 2**30
+            reduce_s = self.pricer.collective("all_reduce", bucket, group) / bucket * self.width.gradient / width
+            gather_s = self.pricer.collective("all_gather", large, group) / large * self.width.parameter / width
+            scatter_s = self.pricer.collective("reduce_scatter", large, group) / large * self.width.gradient / width
+            seconds += reduce_s if zero == 0 else gather_s + scatter_s if zero else min(reduce_s, gather_s + scatter_s)
+        return Price(shape.num_micro_batches, seconds)
+
+    def chooser(self, shape: Shape) -> Chooser:
+        if shape.inside not in self._choosers:
+            forbidden: frozenset[int] = frozenset()
+            scheme = scheme_of(shape.tensor)
+            if self.task.constraints.sequence_parallel is False and scheme == "1d":
+                forbidden = frozenset(b.factor for b in self.outline.boundaries(shape.tp, None) if b.factor is not None)
+            if shape.ep > 1:
+                forbidden |= self.contexts.expert_factors
+            scheme = "1.5d" if self.task.constraints.tensor == "1.5d" else scheme
+            steady = Price(max(1, self.batch // shape.rows), self.optimizer_s / parameter_width(self.task.graph))
+            self._choosers[shape.inside] = Chooser(
+                self.outline, shape.rows, shape.tensor, self.pricer, forbidden, steady, self.countdown.left_s, scheme, self.contexts.local(shape)
+            )
+        return self._choosers[shape.inside]
+
+    def boundaries(self, shape: Shape) -> tuple[Boundary, ...]:
+        """The boundaries that are tried on the shape's tensor axes, inside of what "cp" leaves of a sequence."""
+        key = (shape.tensor, shape.cp)
+        if key not in self._tried:
+            asked = self.task.constraints
+            ((_, degree),) = feature_axes(shape.tensor)
+            whole = False if asked.tensor == "1.5d" else asked.sequence_parallel
+            found = self.outline.boundaries(degree, whole) if scheme_of(shape.tensor) == "1d" else self.outline.feature_boundaries(degree)
+            self._tried[key] = tuple(b for b in found if b.factor is None or self.contexts.leaves(b.factor, shape))
+        return self._tried[key]
+
+    @property
+    def tighter(self) -> tuple[Callable[[Shape], float], ...]:
+        """The bounds that follow the first, each tighter and dearer than the one before."""
+        return self.heavy_bound, self.operator_bound, self.order_bound, self.program_bound
+
+    def peak_bound(self, shape: Shape) -> float:
+        through_s = self._gathers_s(shape.rows, shape.grid)
+        if self.task.prices.source == "analytic":
+            peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
+            through_s += self._flops * shape.rows / self.batch / (shape.tp * shape.cp * shape.ep) / peak if peak else 0.0
+        return self._even(shape, through_s)
+
+    def _even(self, shape: Shape, through_s: float) -> float:
+        """Least seconds of a step whose micro-batches take so long through all blocks. Only a chain of stages fills as `ramp` says."""
+        is_chain = self.task.stages is None and not _is_in_parts(shape)
+        return ramp(through_s, shape.pp, shape.num_micro_batches) if is_chain else through_s * shape.num_micro_batches / shape.pp
+
+    def heavy_bound(self, shape: Shape) -> float:
+        if shape.inside not in self._heavy:
+            self._heavy[shape.inside] = heavy_s(self.chooser(shape)) + self._gathers_s(shape.rows, shape.grid)
+        return self._even(shape, self._heavy[shape.inside])
+
+    def _gathers_s(self, rows: int, grid: Axes) -> float:
+        """Seconds of a micro-batch that a grid gathers at least, whatever the options; nothing where one axis divides the tensors."""
+        if not grid:
+            return 0.0
+        if (rows, grid) not in self._gathers:
+            batch = self.outline.batch
+            ((_, degree),) = feature_axes(grid)
+            local = LocalGraph(self.task.graph, batch.options, batch.layouts, rows // row_unit(grid), degree, self.pricer, grid)
+            each = {p: gathers_s(self.task.graph, grid, indices, local) for p, indices in self.examples.items()}
+            self._gathers[rows, grid] = sum(self.outline.counts[p] * seconds for p, seconds in each.items())
+        return self._gathers[rows, grid]
+
+    def operator_bound(self, shape: Shape) -> float:
+        return self._bound(shape, self.least(shape), surely_held)
+
+    def order_bound(self, shape: Shape) -> float:
+        return self._bound(shape, self.least(shape), least_held)
+
+    def program_bound(self, shape: Shape) -> float:
+        found = (self.solved(shape, boundary) for boundary in self.boundaries(shape))
+        return min((self._bound(shape, blocks, least_held) for blocks in found if blocks is not None), default=float("inf"))
+
+    def solved(self, shape: Shape, boundary: Boundary) -> Mapping[str, Least] | None:
+        """The least of every pattern, with communication; None where the boundary cannot be had."""
+        key = (shape.inside, boundary)
+        if key not in self._solutions:
+            seconds, blocks = self.chooser(shape).least_s(boundary), self.least(shape)
+            self._solutions[key] = None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}
+        return self._solutions[key]
+
+    def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts) -> float:
+        """The least of all ways of storing. Where the bound does not count on what memory allows, one that may fit bounds those that it dominates."""
+        found: dict[Storing, float] = {}
+        for storing in sorted(self.storings(shape), key=lambda s: s.order):
+            if not (_is_in_parts(shape) and any(dominates(known, storing) for known in found)):
+                bound_s = self.least_step_s(blocks, shape, storing, counts)
+                if bound_s < float("inf"):
+                    found[storing] = bound_s
+        return min(found.values(), default=float("inf"))
+
+    def least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing, counts: Counts = least_held) -> float:
+        """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""
+        if self.task.stages is not None:
+            return shape.num_micro_batches * sum(b.count * b.seconds for b in blocks.values()) / shape.pp
+        return self.bounds.step_s(blocks, self.step(shape, storing), storing.recompute, counts)
+
+    def least(self, shape: Shape) -> Mapping[str, Least]:
+        if shape.inside not in self._leasts:
+            self._leasts[shape.inside] = least_blocks(self.chooser(shape), self.boundaries(shape))
+        return self._leasts[shape.inside]
+
+
+def _is_in_parts(shape: Shape) -> bool:
+    """Whether a rank has several stages, or the backward pass is split."""
+    return is_split(shape.schedule) or shape.num_chunks > 1
+
+
+def dominates(one: Storing, other: Storing) -> bool:
+    """Whether `one` takes no longer than `other`, whatever the plan."""
+    is_less_again = RECOMPUTES.index(one.recompute) <= RECOMPUTES.index(other.recompute)
+    return is_less_again and (one.zero == other.zero or 1 <= one.zero <= other.zero)
+
+
+def parameter_width(graph: Graph) -> int:
+    sizes = [v for v in graph.parameters() if v.requires_grad] or list(graph.parameters())
+    from runtime.call import dtype_of
+
+    return dtype_of(sizes[0].spec.dtype).itemsize if sizes else 4
+
+
+def _distinct_ranks(cluster: Cluster) -> tuple[int, ...]:
+    """One rank of every group of like devices."""
+    ranks, start = [], 0
+    for group in cluster.groups:
+        ranks.append(start)
+        start += group.num_devices
+    return tuple(ranks)
