@@ -10,7 +10,10 @@ from costmodel.opkey import Collective, OpKey, OpTime
 class Prices(Protocol):
     """Prices of operators and collectives on one cluster. Pure: equal questions get equal answers."""
 
-    source: str  # "analytic" or "measured"
+    @property
+    def source(self) -> str:
+        """Where they come from: "analytic" or "measured"."""
+        ...
 
     def op(self, key: OpKey, device: int = 0) -> OpTime:
         """Seconds of an operator call on the device of global rank `device`."""

@@ -127,7 +127,8 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
         sizes[largest] = smaller
     schedule = wanted.schedule if sizes["pp"] > 1 else None
     zero, sync = wanted.zero if sizes["dp"] > 1 else None, None if wanted.sync == "allreduce" else wanted.sync
-    return Constraints(**sizes, zero=zero, schedule=schedule, sync=sync), math.prod(sizes.values())
+    tp, pp, dp, cp, ep = sizes.values()
+    return Constraints(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, schedule=schedule, sync=sync), math.prod(sizes.values())
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, global_norm: float) -> float:
