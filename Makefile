@@ -1,6 +1,6 @@
 # Everything runs in .venv, which is made once and brought up to date when pyproject.toml or constraints.txt change.
 #   make demo    plan and train a small model on four CPU ranks
-#   make test    the tests (ARGS="tests/pure -k name" narrows them)
+#   make test    the tests: pure ones on two cores, then those with processes of their own (ARGS="tests/pure -k name" narrows them)
 #   make lint    ruff, pyright, import-linter
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3 python,$(shell $(p) -c 'import ensurepip, sys, venv; print("$(p)") if sys.version_info >= (3, 11) else None' 2>/dev/null)))
@@ -26,8 +26,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	@$(PY) -m autoplan demo $(ARGS)
 
+ifdef ARGS
 test: venv
 	@$(PY) -m pytest $(ARGS)
+else
+test: venv
+	@failed=0; $(PY) -m pytest -n 2 --dist loadfile tests/pure || failed=1; $(PY) -m pytest tests/dist tests/gpu || failed=1; exit $$failed
+endif
 
 lint: venv
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/pyright && $(VENV)/bin/lint-imports
