@@ -30,13 +30,18 @@ def route(have: Layouts, need: Layouts, order: Callable[[Split], tuple[int, ...]
             at[n] = layout
             steps.append((n, layout))
 
+    def nest_of(n: int, factor: Split) -> tuple[int, ...]:
+        """The axes inside of axis n where they divide `factor`, outermost first."""
+        nest = order(factor)
+        return nest[nest.index(n) + 1 :]
+
     def blocked(n: int) -> bool:
-        """Whether another axis divides what axis n leaves or takes inside of it, or has yet to take it outside."""
+        """Whether another axis divides what axis n leaves or takes inside of it, or has yet to leave or take it outside."""
         for factor in {f for f in (at[n], need[n]) if isinstance(f, Split)}:
-            nest = order(factor)
-            inner = nest[nest.index(n) + 1 :]
+            inner, nest = nest_of(n, factor), order(factor)
             outer = nest[: nest.index(n)]
-            if any(at[m] == factor for m in inner) or (factor == need[n] and any(need[m] == factor != at[m] for m in outer)):
+            moving = any(at[m] != need[m] and factor in (at[m], need[m]) for m in outer)
+            if any(at[m] == factor for m in inner) or (factor == need[n] and moving):
                 return True
         return False
 
@@ -47,10 +52,12 @@ def route(have: Layouts, need: Layouts, order: Callable[[Split], tuple[int, ...]
             go(ready, need[ready])
             waiting.remove(ready)
             continue
-        # an axis inside of one that has to move steps aside: the innermost one first
-        n = waiting[0]
-        factor = next(f for f in (at[n], need[n]) if isinstance(f, Split) and any(at[m] == f for m in order(f)[order(f).index(n) + 1 :]))
-        aside = next(m for m in reversed(order(factor)) if at[m] == factor)
+        # An axis inside of one that has to move steps aside, the innermost one first; where axes wait for each other in turn, one
+        # of them. It comes back once nothing outside of it is left to move, so every axis steps aside once at most.
+        inside = (m for n in waiting for f in (at[n], need[n]) if isinstance(f, Split) for m in reversed(nest_of(n, f)) if at[m] == f)
+        aside = next(inside, None)
+        if aside is None:
+            aside = next(n for n in waiting if at[n] != WHOLE)
         go(aside, WHOLE)
         if aside not in waiting:
             waiting.append(aside)

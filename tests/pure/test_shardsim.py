@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoplan.graph import Graph, Loop
+from autoplan.graph import Graph, Inside, Loop
 from autoplan.layout import Split
 from autoplan.rules.registry import Registry
 from autoplan.shardsim import prove, prove_graph, proved_loops, with_proved_rules
@@ -67,7 +67,7 @@ WRONG: dict[str, Graph] = {
         (S0, None, None, None, None),
         (S0, None, None),
         lowering="runtime.sync_batch_norm",
-        inner=(("all_reduce", ("out", 1), "forward"),),
+        inner=(Inside("all_reduce", ("out", 1), "forward"),),
     ),
 }
 
