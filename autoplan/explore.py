@@ -23,7 +23,7 @@ from autoplan.gridcheck import check_scheme, undivided
 from autoplan.ilp import OutOfTime
 from autoplan.outcome import Outcome, Result
 from autoplan.schemes import Axes
-from autoplan.shapebounds import ShapeBounds
+from autoplan.shapebounds import ShapeBounds, is_in_parts
 from autoplan.space import Shape, Space, space
 from autoplan.sync import check_sync
 from autoplan.task import Task
@@ -57,19 +57,20 @@ class Searcher:
         return outcome
 
     def _search(self, outcome: Outcome, on_plan: Callable[[], None]) -> None:
-        heap: list[tuple[float, int, Shape]] = []
+        """Chains of stages first: their bounds are the tightest and their plans soon found, and most other shapes are no better."""
+        heap: list[tuple[bool, float, int, Shape]] = []
         for shape in outcome.space.shapes:
             outcome.bounds[shape] = self.shapes.peak_bound(shape)
-            heapq.heappush(heap, (outcome.bounds[shape], 0, shape))
+            heapq.heappush(heap, (is_in_parts(shape), outcome.bounds[shape], 0, shape))
         best_s = float("inf")
         while heap:
-            bound_s, level, shape = heapq.heappop(heap)
+            comes_later, bound_s, level, shape = heapq.heappop(heap)
             if bound_s >= best_s * (1 - ENOUGH) or bound_s == float("inf"):
-                return
+                continue
             self.shapes.countdown.left_s()
             if level < len(self.shapes.tighter):
                 outcome.bounds[shape] = max(bound_s, self.shapes.tighter[level](shape))
-                heapq.heappush(heap, (outcome.bounds[shape], level + 1, shape))
+                heapq.heappush(heap, (comes_later, outcome.bounds[shape], level + 1, shape))
                 continue
             outcome.worked_out.add(shape)
             best_s = self._add(outcome, shape, best_s)

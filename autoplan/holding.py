@@ -103,7 +103,19 @@ def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[tuple[Mom
 @lru_cache(maxsize=4096)
 def least_held(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:
     """For each rank, micro-batches that are saved on all its stages at once, at some moment."""
-    return tuple(max(min(saved for _, saved, _ in moment.counts) for moment in own) for own in moments(name, stage_ranks, num_micro_batches))
+    if name == "gpipe":
+        return tuple(max(min(saved for _, saved, _ in moment.counts) for moment in own) for own in moments(name, stage_ranks, num_micro_batches))
+    found = []
+    for rank, own in enumerate(order(name, stage_ranks, long_enough(name, stage_ranks, num_micro_batches))):
+        saved, most = {s: 0 for s, at in enumerate(stage_ranks) if at == rank}, 0
+        for action in own:
+            if action.kind == "F":
+                saved[action.stage] += 1
+                most = max(most, min(saved.values()))
+            elif action.kind != "BW":
+                saved[action.stage] -= 1
+        found.append(most)
+    return tuple(found)
 
 
 def surely_held(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:

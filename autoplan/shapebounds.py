@@ -150,7 +150,7 @@ class ShapeBounds:
 
     def _even(self, shape: Shape, through_s: float) -> float:
         """Least seconds of a step whose micro-batches take so long through all blocks. Only a chain of stages fills as `ramp` says."""
-        is_chain = self.task.stages is None and not _is_in_parts(shape)
+        is_chain = self.task.stages is None and not is_in_parts(shape)
         return ramp(through_s, shape.pp, shape.num_micro_batches) if is_chain else through_s * shape.num_micro_batches / shape.pp
 
     def heavy_bound(self, shape: Shape) -> float:
@@ -192,7 +192,7 @@ class ShapeBounds:
         """The least of all ways of storing. Where the bound does not count on what memory allows, one that may fit bounds those that it dominates."""
         found: dict[Storing, float] = {}
         for storing in sorted(self.storings(shape), key=lambda s: s.order):
-            if not (_is_in_parts(shape) and any(dominates(known, storing) for known in found)):
+            if not (is_in_parts(shape) and any(dominates(known, storing) for known in found)):
                 bound_s = self.least_step_s(blocks, shape, storing, counts)
                 if bound_s < float("inf"):
                     found[storing] = bound_s
@@ -210,7 +210,7 @@ class ShapeBounds:
         return self._leasts[shape.inside]
 
 
-def _is_in_parts(shape: Shape) -> bool:
+def is_in_parts(shape: Shape) -> bool:
     """Whether a rank has several stages, or the backward pass is split."""
     return is_split(shape.schedule) or shape.num_chunks > 1
 
