@@ -88,6 +88,7 @@ def _walk(name: str) -> tuple[list[float], list[float], list[str], list[int]]:
     return losses, expected, changed, moved
 
 
+@pytest.mark.slow
 def test_moves_between_plans_change_no_bit_and_training_goes_on() -> None:
     for losses, expected, changed, moved in run_ranks(_walk, 4, "mlp", timeout_s=200.0)[:1]:
         assert not changed

@@ -32,7 +32,7 @@ FOUR = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(("num_ranks", "cases"), [pytest.param(2, TWO, id="2 ranks"), pytest.param(4, FOUR, id="4 ranks", marks=pytest.mark.slow)])
 def test_every_schedule_equals_the_plain_model_and_moves_what_its_plan_says(num_ranks: int, cases: list[Case]) -> None:
     for outcome in run_ranks(run_cases, num_ranks, cases, timeout_s=500)[0]:
         check(outcome, FP32)  # the loss, which these models compute in fp32 whatever they are in

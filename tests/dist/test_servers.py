@@ -210,6 +210,7 @@ def fails(how: str) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_named_on_every_rank():
     texts = [text for text, _ in run_ranks(fails, 3, "slow", timeout_s=250)]
     assert "push" in texts[0] and "to the server on rank 2 failed after 8" in texts[0]
@@ -217,6 +218,7 @@ def test_a_slow_server_is_named_on_every_rank():
     assert texts[2] in (texts[0], texts[1])
 
 
+@pytest.mark.slow
 def test_a_dead_server_is_named_on_every_rank_that_is_left():
     (first, first_s), (second, second_s), _ = run_ranks(fails, 3, "dead", timeout_s=250)
     assert "to the server on rank 2 failed" in first and "to the server on rank 2 failed" in second

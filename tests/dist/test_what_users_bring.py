@@ -115,6 +115,7 @@ def everything(folder: str) -> str:
     return one_batch_refused()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_two_ranks(tmp_path: Path) -> None:
     plain, _ = ZOO["llama"]()
