@@ -109,7 +109,7 @@ def _all_of(world_size: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_thirty_two_bits_equal_the_plain_model_and_fewer_lose_nothing(world_size: int):
     for exact, lossy in run_ranks(_all_of, world_size, world_size, timeout_s=250):
         for setup, error in zip(EXACT[world_size], exact, strict=True):

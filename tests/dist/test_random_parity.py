@@ -50,6 +50,7 @@ def _assert_equal(found: tuple[list[float], Grads], wanted: tuple[list[float], G
         assert error < 1e-5, f"{options}: the gradient of {name} differs by {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_dropout_by_element_is_that_of_one_process_under_every_plan():
     whole, pieces = run_ranks(_two_steps, 1, ALONE, True, timeout_s=280)[0]
