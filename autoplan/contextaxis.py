@@ -36,7 +36,6 @@ from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 
 ATTENTION = ("aten.scaled_dot_product_attention.default", "runtime.attention")
 EXPERTS = "runtime.experts"
-WAYS = ("ring", "heads", "gather", "self")
 DEFAULT_WAY = "ring"
 _HEAVY_SHARE = 0.01  # of the model's FLOPs
 

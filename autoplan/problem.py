@@ -267,12 +267,3 @@ class Budget:
 
     def holds(self, point: BlockPoint) -> bool:
         return self.used_bytes(point) <= self.limit_bytes
-
-    def implies(self, other: Budget) -> bool:
-        """Whether what keeps this budget keeps `other` too."""
-        if self.limit_bytes < 0.0:
-            return True
-        factors = ((other.parameter_factor, self.parameter_factor), (other.saved_factor, self.saved_factor))
-        if any(theirs > 0.0 and ours <= 0.0 for theirs, ours in factors):
-            return False
-        return self.limit_bytes * max((theirs / ours for theirs, ours in factors if ours > 0.0), default=0.0) <= other.limit_bytes

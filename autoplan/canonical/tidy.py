@@ -25,7 +25,6 @@ _RESHAPES = frozenset((
     "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.view_as.default",
     "aten.reshape_as.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
 ))
-_IDENTITIES = frozenset(("aten.broadcast_tensors.default", "aten._assert_tensor_metadata.default",))
 # fmt: on
 
 

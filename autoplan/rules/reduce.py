@@ -104,9 +104,7 @@ RULES = {
     "aten.sum": total,
     "aten.mean": average,
     **{f"aten.{name}": coupled for name in (*_COUPLED, "any", "all", "median", "max.default", "max.dim", "min.default", "min.dim", "count_nonzero")},
-    **{
-        f"aten.{name}": along for name in ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "logcumsumexp")
-    },
+    **{f"aten.{name}": along for name in _ALONG},
     "aten.roll": roll,
     "aten.topk": selected,
     "aten.tril": triangle,

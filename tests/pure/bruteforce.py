@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from handmade import Builder, FlatPrices
+from handmade import Builder, FlatPrices, moved_bytes
 
 from autoplan.choose import Outline
 from autoplan.constraints import Constraints
@@ -47,13 +47,7 @@ class RandomPrices(FlatPrices):
         self.latency_s = 10 ** draw.uniform(-8, -5)
 
     def op(self, key: OpKey, device: int = 0) -> OpTime:
-        moved = 0
-        for shape, _ in (*key.operands, *key.outputs):
-            size = 4
-            for n in shape:
-                size *= n
-            moved += size
-        once = max(key.flops / self.flops_per_s, moved / self.bytes_per_s) + self.launch_s
+        once = max(key.flops / self.flops_per_s, moved_bytes(key) / self.bytes_per_s) + self.launch_s
         return OpTime(once, 2 * once if key.flops else once, once if len(key.operands) > 1 and key.flops else 0.0)
 
     def collective(self, collective: Collective) -> float:

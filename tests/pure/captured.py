@@ -66,3 +66,29 @@ def assert_captures(model: nn.Module, batch: Any, loss_fn: Any = None, *, others
 
 def targets(graph: Graph) -> list[str]:
     return [op.instr.target for op in graph.ops]
+
+
+def net(forward: Any, **modules: Any) -> nn.Module:
+    """A module of parts `modules` (parameters, buffers as tensors, or modules) whose forward is `forward(self, x)`."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, part in modules.items():
+                if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                    self.register_buffer(name, part)
+                else:
+                    setattr(self, name, part)
+
+    forward.__code__ = forward.__code__.replace(co_name="forward")  # stacks in a graph keep frames of this name only
+    Net.forward = forward
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def linear(a: int = 4, b: int = 4) -> nn.Linear:
+    torch.manual_seed(a * 31 + b)
+    return nn.Linear(a, b)
+
+
+X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

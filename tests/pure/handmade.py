@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autoplan.graph import Block, Graph, Loop, Op, Value
 from autoplan.layout import Split
 from costmodel.opkey import Collective, OpKey, OpTime
@@ -80,6 +82,11 @@ class Builder:
         return Graph("handmade", self.values, tuple(self.ops), tuple(self.blocks), tuple(self.sizes), 0, loss, outputs, (), "fp")
 
 
+def moved_bytes(key: OpKey) -> int:
+    """Bytes that an operator reads and writes, four an element."""
+    return sum(4 * math.prod(shape) for shape, _ in (*key.operands, *key.outputs))
+
+
 class FlatPrices:
     """10 TFLOP/s, 1 TB/s memory, 100 GB/s links with 5 us latency."""
 
@@ -89,13 +96,7 @@ class FlatPrices:
         self.limit_bytes = limit_bytes
 
     def op(self, key: OpKey, device: int = 0) -> OpTime:
-        moved = 0
-        for shape, _ in (*key.operands, *key.outputs):
-            size = 4
-            for n in shape:
-                size *= n
-            moved += size
-        forward = max(key.flops / 1e13, moved / 1e12) + 2e-6
+        forward = max(key.flops / 1e13, moved_bytes(key) / 1e12) + 2e-6
         return OpTime(forward, forward, forward if len(key.operands) > 1 and key.flops else 0.0)
 
     def collective(self, collective: Collective) -> float:
