@@ -144,7 +144,7 @@ def profile(
     seq: Seq = None,
     budget: Annotated[float, typer.Option(help="seconds for operators")] = 60.0,
 ) -> None:
-    """Measure a model's operators and this machine's links, into the cache that plans read."""
+    """Measure a model's operators and this machine's links, into the cache of measured prices."""
     from autoplan.commands.profiling import profile_command
 
     profile_command(model, ranks, global_batch, seq, budget)

@@ -120,7 +120,7 @@ class Plan:
     @property
     def is_exact(self) -> bool:
         """Whether a step gives the result of the unpartitioned model on the global batch."""
-        return self.sync != "async"
+        return self.sync != "async" and self.compression is None and self.delay == 0
 
     @property
     def collectives(self) -> tuple[CollectiveUse, ...]:

@@ -22,6 +22,7 @@ from autoplan.parallel import parallelize
 from autoplan.plan import Plan
 from autoplan.planfile import dumps, loads
 from autoplan.planfile import load as load_plan
+from autoplan.schemes import row_unit, scheme_of
 from autoplan.shrink import shrunk
 
 TOLERANCE = 1e-5  # relative L2 of every tensor, fp32
@@ -65,12 +66,15 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides on the CPU, in the same arithmetic
     wanted = load_plan(path) if path is not None else None
     if wanted is not None and not wanted.is_exact:
-        raise UsageError(f"{path} is asynchronous: its steps are not those of one process. What can be checked is a replay: autoplan.retrace")
+        how = "is asynchronous" if wanted.sync == "async" else "compresses or delays gradients"
+        raise UsageError(
+            f"{path} {how}: its steps are not those of one process. Verify the plan without that; asynchronous runs are checked by a replay, autoplan.retrace"
+        )
     constraints, used = _constraints(wanted, ranks)
     with working(f"building {model}"):
         source = load(model, BatchSizes())
-        rows = 2 * (constraints.dp or ranks) * (constraints.pp or 1)
-        recipe = Recipe(model, constraints.tp or ranks, constraints.pp or 1, rows)
+        rows = 2 * (constraints.dp or ranks) * (constraints.pp or 1) * (row_unit(wanted.axes) if wanted is not None else 1)
+        recipe = Recipe(model, constraints.tp or ranks, (constraints.pp or 1) * (constraints.num_chunks or 1), rows)
         small = recipe.of(source)
     with working("planning"):
         plan = _planned(small, used, constraints, must=wanted is not None)
@@ -125,10 +129,22 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
         largest = max(sizes, key=lambda axis: sizes[axis])
         smaller = max(d for d in range(1, sizes[largest]) if sizes[largest] % d == 0)
         sizes[largest] = smaller
-    schedule = wanted.schedule if sizes["pp"] > 1 else None
-    zero, sync = wanted.zero if sizes["dp"] > 1 else None, None if wanted.sync == "allreduce" else wanted.sync
     tp, pp, dp, cp, ep = sizes.values()
-    return Constraints(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, schedule=schedule, sync=sync), math.prod(sizes.values())
+    modes = {block.recompute for block in wanted.blocks}
+    found = Constraints(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        ep=ep,
+        tensor=scheme_of(wanted.axes) if tp == wanted.degree("tp") else None,
+        zero=wanted.zero if dp > 1 else None,
+        schedule=wanted.schedule if pp > 1 else None,
+        num_chunks=wanted.num_chunks if pp == wanted.degree("pp") > 1 else None,
+        recompute=modes.pop() if len(modes) == 1 else None,
+        sync=None if wanted.sync == "allreduce" else wanted.sync,
+    )
+    return found, math.prod(sizes.values())
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, global_norm: float) -> float:

@@ -34,7 +34,7 @@ def forecast(run: Run, calibration: Calibration) -> Forecast:
         (not run.model.head, "a model without a head"),
     ):
         if wrong:
-            raise UnsupportedRowError(f"the planner does not offer {what}")
+            raise UnsupportedRowError(f"this path does not translate {what}")
     graph = captured(run.model, padded_vocab(run.model, run.tp), run.global_batch)
     layers = tuple(stage.layers for stage in run.stages)
     constraints = Constraints(

@@ -1,15 +1,15 @@
 """From module to plan: seconds of capture, search and lowering, and of them in the solver.
 
-    python benchmarks/search/plan_time.py llama3-8b:h100-sxm-80gb:8x8:512:8192 ...    MODEL:CLUSTER:GLOBAL_BATCH:SEQ
+    python benchmarks/search/plan_time.py llama3-8b:h100-sxm-80gb:8x8:512:8192 ...    MODEL:CLUSTER:GLOBAL_BATCH:SEQ, [--time-limit SECONDS]
 
 Prints one line of JSON a case. CPU seconds are this process' own; wall seconds depend on what else runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
-import sys
 import time
 from typing import Any
 
@@ -56,7 +56,7 @@ def deep_gpt(rows: int, seq: int) -> Source:
     return from_config(DEEP, GPT2LMHeadModel, config, BatchSizes(rows, seq))
 
 
-def measure(case: str) -> dict[str, Any]:
+def measure(case: str, time_limit_s: float | None = None) -> dict[str, Any]:
     """One case, as the fields of its line."""
     model, device, nodes, rows, seq = case.split(":")
     cluster = load_cluster(f"{device}:{nodes}")
@@ -65,7 +65,7 @@ def measure(case: str) -> dict[str, Any]:
     graph = capture(source.model, source.batch, precision="bf16")
     marks.append((time.process_time(), time.perf_counter()))
     with SolverClock() as solver:
-        plan = search(graph, cluster, AnalyticPrices(cluster), Constraints(), precision="bf16")
+        plan = search(graph, cluster, AnalyticPrices(cluster), Constraints(), precision="bf16", time_limit_s=time_limit_s)
     marks.append((time.process_time(), time.perf_counter()))
     (cpu0, wall0), (cpu1, wall1), (cpu2, wall2) = marks
     return {
@@ -86,5 +86,9 @@ def measure(case: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for argument in sys.argv[1:]:
-        print(json.dumps(measure(argument)), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", metavar="MODEL:CLUSTER:GLOBAL_BATCH:SEQ")
+    parser.add_argument("--time-limit", type=float, help="seconds after which a search ends with the best plan so far")
+    asked = parser.parse_args()
+    for case in asked.cases:
+        print(json.dumps(measure(case, asked.time_limit)), flush=True)

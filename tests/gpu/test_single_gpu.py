@@ -1,4 +1,4 @@
-"""One GPU: the plan's results are the plain model's there too, and memory is near the forecast."""
+"""One GPU: the plan's results are the plain model's there too."""
 
 from __future__ import annotations
 
