@@ -28,7 +28,9 @@ import torch
 
 from autoplan.api import Batch, LossFn
 from autoplan.errors import UsageError
+from autoplan.frontend import loss_of
 from autoplan.parallelmodel import ParallelModel
+from autoplan.schemes import row_unit
 from runtime.snapshot import revert, snapshot
 
 Batches = Callable[[int], Iterable[Batch]]
@@ -189,12 +191,18 @@ def _around(size: int) -> list[int]:
 
 
 def _unit(model: ParallelModel) -> int:
-    """What sizes must be multiples of, so that every data rank fills every micro-batch with as many rows."""
-    return model.plan.degree("dp") * model.plan.num_micro_batches
+    """What sizes must be multiples of, so that every data rank fills every micro-batch with as many rows, and every rank that divides these."""
+    return model.plan.degree("dp") * model.plan.num_micro_batches * _row_parts(model)
+
+
+def _row_parts(model: ParallelModel) -> int:
+    """Ranks that divide the rows of a data rank's micro-batch."""
+    return row_unit(model.plan.axes) * model.plan.degree("ep")
 
 
 def _plan_unit(model: ParallelModel) -> str:
-    return f"{model.plan.degree('dp')} data ranks take {model.plan.num_micro_batches} micro-batches each"
+    divided = f", whose rows {parts} ranks divide" if (parts := _row_parts(model)) > 1 else ""
+    return f"{model.plan.degree('dp')} data ranks take {model.plan.num_micro_batches} micro-batches each{divided}"
 
 
 def predicted_rows_per_s(model: ParallelModel, size: int) -> float:
@@ -230,10 +238,10 @@ class _Alone:
     loss_fn: LossFn | None
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        out = self.model(*batch) if isinstance(batch, tuple) else self.model(**batch)
-        if self.loss_fn is not None:
-            return self.loss_fn(out, batch)
-        return out if isinstance(out, torch.Tensor) else out["loss"]
+        loss = loss_of(self.model(*batch) if isinstance(batch, tuple) else self.model(**batch), batch, self.loss_fn)
+        if loss is None:
+            raise UsageError(f"{type(self.model).__name__} gives no loss on this batch: give labels in the batch, or loss_fn")
+        return loss
 
     def train(self, batch: Any) -> None:
         self.optimizer.zero_grad()
@@ -250,13 +258,16 @@ class _Alone:
 
     def state(self) -> Any:
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        return weights, _optimizer_state(self.optimizer), torch.get_rng_state()
+        on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return weights, _optimizer_state(self.optimizer), torch.get_rng_state(), on_gpus
 
     def restore(self, state: Any) -> None:
-        weights, optimizer, random = state
+        weights, optimizer, random, on_gpus = state
         self.model.load_state_dict(weights)
         _set_optimizer_state(self.optimizer, optimizer)
         torch.set_rng_state(random)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
         self.optimizer.zero_grad()
 
 

@@ -106,6 +106,13 @@ class BlockPricer:
         flows_back = any(self.local.graph.values[name].requires_grad for name in self.local.graph.ops[index].outputs)
         return min(time.forward_s + (time.backward_s if flows_back else 0.0) for time in times)
 
+    def least_sent_s(self, index: int) -> float:
+        """Seconds of what one operator sends inside itself, both passes, at least."""
+        graph = self.local.graph
+        flows_back = any(graph.values[name].requires_grad for name in graph.ops[index].outputs)
+        sent = (sent_inside(self.local, index, option) for option in self.options(index))
+        return min(sum(sent_s(self.local, one, self.group) for one in found if flows_back or one.phase == "forward") for found in sent)
+
     def move(self, name: str, src: Layout, dst: Layout) -> Move | None:
         """One conversion, priced; None where it cannot be had."""
         key = (name, src, dst)

@@ -64,6 +64,7 @@ class Least:
     weights_s: float = 0.0  # of `backward_s`, what a split backward pass may put off, at most
     repeated_s: float = 0.0  # what selective recomputation repeats
     kept_bytes: int = 0  # and keeps beside what enters
+    repeated_bytes: int = 0  # and makes again, of `saved_bytes`
 
     def again_s(self, recompute: str) -> float:
         return {"none": 0.0, "selective": self.repeated_s, "full": self.forward_s}[recompute] if self.is_recomputed else 0.0
@@ -77,7 +78,7 @@ class Least:
         """What a recomputed block makes again at once."""
         if recompute == "none" or not self.is_recomputed:
             return 0
-        return max(0, self.saved_bytes - (self.kept_bytes if recompute == "selective" else 0))
+        return self.repeated_bytes if recompute == "selective" else self.saved_bytes
 
 
 def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[str, Least]:
@@ -110,17 +111,18 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
             sum(max(choice.weights_s for choice in item.choices) for item in items),
             sum(min(0.0 if choice.kept else choice.forward_s for choice in item.choices) for item in items),
             sum(min(sum(size for _, size in choice.kept) for choice in item.choices) for item in items),
+            _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept)),
         )
     return found
 
 
-def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int) -> int:
-    """Bytes that a block keeps for its backward pass, whatever its options."""
+def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int, leave: frozenset[str] = frozenset()) -> int:
+    """Bytes that a block keeps for its backward pass, whatever its options, besides the tensors `leave`."""
     kept: dict[str, int] = {}
     extra = 0
     for item in items:
         extra += min(choice.extra_bytes for choice in item.choices)
-        for root in dict.fromkeys(root for choice in item.choices for root, _ in choice.saved):
+        for root in dict.fromkeys(root for choice in item.choices for root, _ in choice.saved if root not in leave):
             forms = [max((num_bytes[r] // (degree if divided else 1) for r, divided in choice.saved if r == root), default=0) for choice in item.choices]
             kept[root] = max(kept.get(root, 0), min(forms))
     return extra + sum(kept.values())
@@ -184,11 +186,15 @@ class Bounds:
         alone = np.cumsum([0.0, *(blocks[name].forward_s + (0.0 if step.is_split else blocks[name].backward_s + again[name]) for name in first)])
         bound = max(chain_s, (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p)
         if caps is not None:
-            each = np.array([[b.forward_s, inputs[name], b.seconds + again[name] - b.forward_s - inputs[name]] for name, b in blocks.items()])
-            whole = np.array([b.count for b in blocks.values()]) @ each
+            known = np.array([[b.forward_s, inputs[name]] for name, b in blocks.items()])
+            rest = np.array([max(0.0, b.seconds + again[name] - b.forward_s - inputs[name]) for name, b in blocks.items()])
+            counts = np.array([b.count for b in blocks.values()])
+            whole = np.array([*(counts @ known), counts @ rest])
             proportion = tuple(int(share) for share in np.round(paths.PARTS * whole / max(whole.sum(), 1e-30)))
-            costs = paths.weights(step.schedule, step.stage_ranks, m, proportion) @ each.T  # [stage, pattern]
-            bound = max(bound, sum(b.count * float(low) for b, low in zip(blocks.values(), costs.min(axis=0), strict=True)))
+            times = paths.weights(step.schedule, step.stage_ranks, m, proportion)  # [stage, kind]
+            cheapest = times[:, : 3 if step.is_split else 2].min(axis=1)
+            costs = times[:, :2] @ known.T + cheapest[:, None] * rest  # [stage, pattern]
+            bound = max(bound, float(counts @ costs.min(axis=0)))
         return bound
 
     def _each(self, main: Least, again_s: float, step: Step) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 
 from autoplan.errors import InfeasibleError, UsageError
 
@@ -164,19 +165,12 @@ def check_modes(constraints: Constraints, optimizer: str) -> None:
 
 def check_degrees(constraints: Constraints, world_size: int, batch: int | None) -> None:
     """Raises InfeasibleError where fixed degrees cannot multiply to `world_size` or do not divide the global batch."""
-    fixed = {name: getattr(constraints, name) for name in ("pp", "dp", "cp", "ep", "tp") if getattr(constraints, name) is not None}
-    if constraints.stage_layers is not None:
-        fixed["pp"] = max(1, len(constraints.stage_layers) // constraints.chunks)
-    product = 1
-    for degree in fixed.values():
-        product *= degree
-    asked = " x ".join(f"{name}={degree}" for name, degree in fixed.items())
-    if {"pp", "dp", "tp"} <= fixed.keys() and product != world_size:
-        raise InfeasibleError(
-            f"constraints {asked} multiply to {product}, but the cluster has {world_size} devices: leave one degree out, or make the product {world_size}"
-        )
+    fixed = _fixed_degrees(constraints)
+    product = prod(fixed.values())
+    if world_size % product or "cp" in fixed:
+        check_filled(constraints, world_size, (1,))
     if world_size % product:
-        raise InfeasibleError(f"constraints {asked} multiply to {product}, which does not divide the cluster's {world_size} devices")
+        raise InfeasibleError(f"constraints {_times(fixed)} multiply to {product}, which does not divide the cluster's {world_size} devices")
     if batch is not None and constraints.dp is not None and batch % constraints.dp:
         raise InfeasibleError(
             f"dp={constraints.dp} does not divide the global batch of {batch} rows: nearest that does is dp={nearest_divisor(batch, constraints.dp)}"
@@ -194,6 +188,29 @@ def check_degrees(constraints: Constraints, world_size: int, batch: int | None) 
                 f"micro_batch_size={size} does not divide the {share} rows of a replica (global batch {batch}, dp={constraints.dp or 1}): "
                 f"nearest that does is {nearest_divisor(share, size)}"
             )
+
+
+def check_filled(constraints: Constraints, world_size: int, cps: Sequence[int]) -> None:
+    """Raises InfeasibleError where "pp", "dp" and "tp" are fixed and none of `cps`, which "cp" may be beside them, fills the cluster."""
+    fixed = _fixed_degrees(constraints)
+    product = prod(fixed.values())
+    left = (1,) if "cp" in fixed else cps
+    if {"pp", "dp", "tp"} <= fixed.keys() and all(product * cp != world_size for cp in left):
+        raise InfeasibleError(
+            f"constraints {_times(fixed)} multiply to {product}, but the cluster has {world_size} devices: leave one degree out, "
+            f"or make the product {world_size}"
+        )
+
+
+def _fixed_degrees(constraints: Constraints) -> Mapping[str, int]:
+    fixed = {name: getattr(constraints, name) for name in ("pp", "dp", "cp", "ep", "tp") if getattr(constraints, name) is not None}
+    if constraints.stage_layers is not None:
+        fixed["pp"] = max(1, len(constraints.stage_layers) // constraints.chunks)
+    return fixed
+
+
+def _times(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={degree}" for name, degree in degrees.items())
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

@@ -98,7 +98,7 @@ class _Kind:
 
 def drafts_of(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher]) -> Iterator[Draft]:
     reference = searchers[slowest_kind(searchers)]
-    for shape in reference._space().shapes:
+    for shape in reference.space.shapes:
         if shape.num_chunks > 1 or is_split(shape.schedule):
             continue  # stages of unequal devices run in order, one on each
         orders = [tuple(name for name, _ in shape.axes)]

@@ -13,9 +13,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 from autoplan.choose import Boundary
-from autoplan.constraints import check_degrees, check_modes, check_supported
+from autoplan.constraints import check_degrees, check_filled, check_modes, check_supported
 from autoplan.errors import InfeasibleError
 from autoplan.forecast import MEMORY_KINDS
 from autoplan.graph import options
@@ -43,7 +44,7 @@ class Searcher:
 
     def run(self) -> Outcome:
         """Search until every shape is worked out or proved worse, or time is up. Raises InfeasibleError where nothing fits."""
-        outcome = Outcome(self._space())
+        outcome = Outcome(self.space)
         limit_s, start_s = self.task.time_limit_s, time.monotonic()  # the limit counts once there is a plan
         try:
             self._search(outcome, lambda: self.shapes.countdown.end_at(None if limit_s is None else start_s + limit_s))
@@ -108,7 +109,9 @@ class Searcher:
                 outcome.worked_out.add(shape)
                 self._add(outcome, shape, is_squeezed=False)
 
-    def _space(self) -> Space:
+    @cached_property
+    def space(self) -> Space:
+        """What is searched. Raises InfeasibleError where the constraints leave nothing."""
         task, outline, batch = self.task, self.shapes.outline, self.shapes.batch
         check_supported(task.constraints)
         check_sync(task.constraints)
@@ -119,6 +122,7 @@ class Searcher:
         if task.constraints.tp is not None and task.constraints.tensor in (None, "1d", "1.5d"):
             self._check_tensor(task.constraints.tp)
         contexts = self.shapes.contexts.of(task.constraints, world)
+        check_filled(task.constraints, world, contexts.cp)
         can_micro_batch = outline.batch.blocker is None
         found = space(world, batch, len(outline.blocks), task.constraints, can_micro_batch=can_micro_batch, contexts=contexts)
         shapes = tuple(shape for shape in found.shapes if shape.tp == 1 or self._takes(shape))
@@ -139,7 +143,9 @@ class Searcher:
     def _takes(self, shape: Shape) -> bool:
         """Whether the model's operators divide by the tensor axes of a shape."""
         if not shape.grid:
-            return self._splits(shape.tp)
+            if shape.tensor not in self._taken:
+                self._taken[shape.tensor] = self._splits(shape.tp)
+            return self._taken[shape.tensor]
         if shape.grid not in self._taken:
             among = [i for indices in self.shapes.examples.values() for i in indices]
             self._taken[shape.grid] = undivided(self.task.graph, self.shapes.outline.batch.body, shape.grid, among) is None

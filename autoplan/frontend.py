@@ -122,13 +122,15 @@ class _Wrapper(nn.Module):
         leaves = [self.plain[i] if i in self.plain else next(rest) for i in range(self.treedef.num_leaves)]
         batch = pytree.tree_unflatten(leaves, self.treedef)
         output = self.module(**batch) if isinstance(batch, dict) else self.module(*batch)
-        loss = _loss(output, batch, self.loss_fn)
+        loss = loss_of(output, batch, self.loss_fn)
         self.seen.loss = loss is not None
         others = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t is not loss]
         return (*([loss] if loss is not None else []), *others)
 
 
-def _loss(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor | None:
+def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor | None:
+    """The scalar that is trained: what `loss_fn` returns, else the model's output or its "loss"; None where there is none. Raises CaptureError for
+    a `loss_fn` that returns no scalar."""
     if loss_fn is not None:
         loss = loss_fn(output, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.gathered import gathered_loops, loop_of
-from autoplan.graph import Graph, Loop, Op, Option, insides, options
+from autoplan.graph import Graph, Loop, Op, Option, insides
 from autoplan.layout import Split
 from autoplan.price import LocalGraph, axis_group
 from autoplan.schemes import ROLES
@@ -77,7 +77,7 @@ def sent_inside(local: LocalGraph, index: int, option: Option) -> tuple[Sent, ..
             if weight_parts(local, name) == 1:
                 continue
             num_bytes = local.num_bytes(name) // (local.degree if isinstance(option.reads[position], Split) else 1)
-            inside = len(operands) == 2 and bool(gathered_loops(graph, op))
+            inside = len(operands) == 2 and any(loop.gathers for loop in gathered_loops(graph, op))
             count = max(panels, degree if inside else 1)
             found.append(Sent("all_gather", "forward", num_bytes, count, axis))
             if inside and graph.values[operands[1 - position]].requires_grad:
@@ -100,24 +100,3 @@ def sent_s(local: LocalGraph, sent: Sent, group: RankGroup) -> float:
     """Seconds of it; `group` are the ranks of the feature axis."""
     ranks = axis_group(local.grid, sent.axis) if sent.axis else group
     return sent.count * local.pricer.collective(sent.kind, sent.num_bytes // sent.count, ranks)
-
-
-def gathers_s(graph: Graph, grid: tuple[tuple[str, int], ...], indices: Sequence[int], local: LocalGraph) -> float:
-    """Seconds that the products `indices` spend at least on gathering, both passes, whatever their options: the operands of a product that a
-    grid divides are gathered once in each pass, and their gradients scattered."""
-    total = 0.0
-    for index in indices:
-        op = graph.ops[index]
-        if len(op.operands) != 2 or not gathered_loops(graph, op):
-            continue
-        x, weight = op.operands
-        more = gathered_loops(graph, op)
-        gathers_x = any("~" in option.label for option in scheme_options(graph, op, options(graph, op, local.degree, more), "2d"))
-        for axis, _ in grid:
-            name = weight if ROLES[axis] == "gathered" else x if ROLES[axis] == "features" else ""
-            if not name or (name == x and not gathers_x) or (name == weight and weight_parts(local, weight) == 1):
-                continue
-            times = 1 + sum(graph.values[n].requires_grad for n in op.operands)
-            num_bytes = local.num_bytes(name) // (local.degree if name == weight else 1)
-            total += times * local.pricer.collective("all_gather", num_bytes, axis_group(grid, axis))
-    return total

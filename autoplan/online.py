@@ -159,7 +159,8 @@ class OnlinePlanner:
         if known and max(abs(math.log(a / b)) for a, b in zip(known, speeds, strict=True)) < math.log1p(_ALIKE):
             return tuple(loads(text) for text in texts)
         now, found = self._model.plan, []
-        same = replace(self._constraints, dp=now.degree("dp"), tp=now.degree("tp"), pp=now.degree("pp"), zero=now.zero)
+        more = {axis: now.degree(axis) for axis in ("cp", "ep") if now.degree(axis) > 1}
+        same = replace(self._constraints, dp=now.degree("dp"), tp=now.degree("tp"), pp=now.degree("pp"), zero=now.zero, **more)
         for constraints in (same,) if same == self._constraints else (same, self._constraints):
             try:
                 plan = search(self._model.graph, self._cluster, prices, constraints, optimizer=now.optimizer, precision=now.precision)

@@ -13,8 +13,9 @@ T >= sum of c[k] d, whatever the cuts. For weights l_k >= 0 with sum 1, and bloc
 
     T >= sum over b of min over s of sum over kinds of C[s, kind] b[kind]        C = sum over k of l_k c[k]
 
-since a block adds its seconds to those of its stage. The best l for blocks of one proportion f : i : g is a small linear program; it is
-solved for the model's own proportion, in steps of 1/20, and any l gives a bound. Paths that another one exceeds at every stage are left out of it.
+since a block adds its seconds to those of its stage. Seconds of a block of which no kind is known count as the kind that is cheapest at the
+stage. The best l for blocks of one proportion f : i : g is a small linear program; it is solved for the model's own proportion, in steps of
+1/PARTS, and any l gives a bound. Paths that another one exceeds at every stage are left out of it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -27,6 +29,7 @@ def placed_search(task: Task, placement: Mapping[str, int], search: Callable[[Ta
     free = replace(task.constraints, placement=None)
     found: list[tuple[Plan, Placed]] = []
     refused: list[InfeasibleError] = []
+    end_s = math.inf if task.time_limit_s is None else time.monotonic() + task.time_limit_s  # counts once there is a plan
     for pp in _numbers_of_stages(task, least):
         try:
             tried = _candidates(task, pins, pp)
@@ -34,6 +37,9 @@ def placed_search(task: Task, placement: Mapping[str, int], search: Callable[[Ta
             refused.append(error)
             continue
         for placed in tried[:_NUM_CANDIDATES]:
+            left_s = max(0.0, end_s - time.monotonic())
+            if found and left_s == 0.0:
+                break
             graph, constraints = arrange(task.graph, placed.runs), replace(free, pp=pp)
             if not placed.is_chain:
                 if free.schedule not in (None, _TURNS):
@@ -43,8 +49,9 @@ def placed_search(task: Task, placement: Mapping[str, int], search: Callable[[Ta
                     continue
                 constraints = replace(constraints, schedule=_TURNS)
             stages = Stages(first_blocks(graph, graph.runs), placed.stage_ranks)
+            limit_s = None if task.time_limit_s is None else left_s
             try:
-                found.append((search(replace(task, graph=graph, constraints=constraints, stages=stages)), placed))
+                found.append((search(replace(task, graph=graph, constraints=constraints, stages=stages, time_limit_s=limit_s)), placed))
             except InfeasibleError as error:
                 refused.append(error)
     if not found:

@@ -141,7 +141,7 @@ def _lanes(programs: Sequence[Program], classes: Sequence[Replica], graph: Graph
     return tuple(replace(lane, times=together) for lane in found)
 
 
-_PASSES = ("forward_s", "first_forward_s", "backward_s", "last_backward_s")
+_PASSES = ("forward_s", "first_forward_s", "backward_s", "last_backward_s", "weights_s", "last_weights_s")
 
 
 def _mean(times: Sequence[Durations]) -> Durations:

@@ -51,6 +51,10 @@ def search(
             raise InfeasibleError(f"constraint sync={constraints.sync!r} cannot be had on unequal devices: leave it out, or plan for like devices")
         if constraints.placement is not None:
             raise InfeasibleError("constraint placement cannot be had on unequal devices yet: leave it out, or plan for like devices")
+        for name, ways in (("schedule", (None, "1f1b", "gpipe")), ("num_chunks", (None, 1))):
+            if (asked := getattr(constraints, name)) not in ways:
+                fix = " or ".join(f"{name}={way!r}" for way in ways if way is not None)
+                raise InfeasibleError(f"constraint {name}={asked!r} cannot be had on unequal devices: their stages run in order, one on each. Use {fix}")
         if (constraints.ep or 1) > 1:
             raise InfeasibleError(
                 f"constraint ep={constraints.ep} cannot be had on unequal devices: rows are dealt by speed. Use ep=1, or plan for like devices"

@@ -17,20 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from autoplan.bounds import Bounds, Counts, Least, least_blocks, ramp
 from autoplan.choose import Boundary, Chooser, Outline
 from autoplan.countdown import Countdown
 from autoplan.datasums import Mode
 from autoplan.graph import Graph
-from autoplan.gridprices import gathers_s
 from autoplan.heavy import heavy_s
 from autoplan.holding import is_split, least_held, surely_held
 from autoplan.load import BUCKET_BYTES
-from autoplan.price import LocalGraph, Pricer, axis_group, itemsize, precision_left
+from autoplan.price import Pricer, axis_group, compute_dtype, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Step
-from autoplan.schemes import Axes, feature_axes, row_unit, scheme_of
+from autoplan.schemes import Axes, feature_axes, scheme_of
 from autoplan.searchcontexts import SearchedContexts
 from autoplan.space import RECOMPUTES, Inside, Shape, Storing, storings
 from autoplan.sync import is_served, num_servers
@@ -53,7 +53,7 @@ class ShapeBounds:
             self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
         self.countdown = Countdown()
         self.examples = {p: self.outline.indices(task.graph.blocks[number]) for p, number in self.outline.examples.items()}
-        self._gathers: dict[tuple[int, Axes], float] = {}
+        self._sent: dict[Inside, float] = {}
         self._choosers: dict[Inside, Chooser] = {}
         self._tried: dict[tuple[Axes, int], tuple[Boundary, ...]] = {}
         self.contexts = SearchedContexts(task.graph, self.outline.batch.preamble_outputs)
@@ -90,9 +90,13 @@ class ShapeBounds:
         """How gradients are summed over the data axis."""
         return Mode(self.task.constraints.compression or "", self.task.constraints.delay or 0)
 
-    @property
-    def dtype(self) -> str:
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.task.precision or "", "float32")
+    @cached_property
+    def peak_flops_per_s(self) -> float:
+        """The fastest device's peak, in the dtype of an operand of the model's operators that computes fastest."""
+        graph = self.task.graph
+        found = {graph.values[name].spec.dtype: None for i in self.outline.batch.body if graph.ops[i].flops for name in graph.ops[i].operands}
+        dtypes = [compute_dtype(dtype, self.pricer.precision) for dtype in found or ("float32",)]
+        return max(self.task.prices.peak_flops_per_s(dtype, rank) for dtype in dtypes for rank in _distinct_ranks(self.task.cluster))
 
     def price(self, shape: Shape) -> Price:
         """What parameters cost after the passes at least, whatever the ZeRO stage: the optimizer, and sums that nothing hides."""
@@ -142,9 +146,9 @@ class ShapeBounds:
         return self.heavy_bound, self.operator_bound, self.order_bound, self.program_bound
 
     def peak_bound(self, shape: Shape) -> float:
-        through_s = self._gathers_s(shape.rows, shape.grid)
+        through_s = self._sent_s(shape)
         if self.task.prices.source == "analytic":
-            peak = max(self.task.prices.peak_flops_per_s(self.dtype, rank) for rank in _distinct_ranks(self.task.cluster))
+            peak = self.peak_flops_per_s
             through_s += self._flops * shape.rows / self.batch / (shape.tp * shape.cp * shape.ep) / peak if peak else 0.0
         return self._even(shape, through_s)
 
@@ -155,20 +159,18 @@ class ShapeBounds:
 
     def heavy_bound(self, shape: Shape) -> float:
         if shape.inside not in self._heavy:
-            self._heavy[shape.inside] = heavy_s(self.chooser(shape)) + self._gathers_s(shape.rows, shape.grid)
+            self._heavy[shape.inside] = heavy_s(self.chooser(shape)) + self._sent_s(shape)
         return self._even(shape, self._heavy[shape.inside])
 
-    def _gathers_s(self, rows: int, grid: Axes) -> float:
-        """Seconds of a micro-batch that a grid gathers at least, whatever the options; nothing where one axis divides the tensors."""
-        if not grid:
+    def _sent_s(self, shape: Shape) -> float:
+        """Seconds of a micro-batch that products on a grid send inside themselves at least; nothing where one axis divides the tensors."""
+        if not shape.grid:
             return 0.0
-        if (rows, grid) not in self._gathers:
-            batch = self.outline.batch
-            ((_, degree),) = feature_axes(grid)
-            local = LocalGraph(self.task.graph, batch.options, batch.layouts, rows // row_unit(grid), degree, self.pricer, grid)
-            each = {p: gathers_s(self.task.graph, grid, indices, local) for p, indices in self.examples.items()}
-            self._gathers[rows, grid] = sum(self.outline.counts[p] * seconds for p, seconds in each.items())
-        return self._gathers[rows, grid]
+        if shape.inside not in self._sent:
+            prices, ops = self.chooser(shape).prices, self.task.graph.ops
+            each = {p: sum(prices.least_sent_s(i) for i in indices if ops[i].flops) for p, indices in self.examples.items()}
+            self._sent[shape.inside] = sum(self.outline.counts[p] * seconds for p, seconds in each.items())
+        return self._sent[shape.inside]
 
     def operator_bound(self, shape: Shape) -> float:
         return self._bound(shape, self.least(shape), surely_held)

@@ -144,7 +144,7 @@ def _events(line: Timeline, times: tuple[Durations, ...], step: Step, ranks: Ran
         rank = step.stage_ranks[stage]
         at = 0.0
         for name, stream, seconds in time.late:
-            events.append(Event(rank * stride, stream, name + LATE, "reduce", round(at, 9), round(at + seconds, 9), stage))
+            events.append(Event(first + rank * stride, stream, name + LATE, "reduce", round(at, 9), round(at + seconds, 9), stage))
             at += seconds
         at = ends[rank]
         for name, stream, seconds in time.tail:

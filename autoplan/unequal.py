@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -46,11 +47,12 @@ def is_unequal(prices: Prices, world_size: int) -> bool:
 
 def unequal_search(task: Task, plan_of: Callable[[Result, Searcher, Outcome], Plan]) -> Plan:
     """The best plan on unequal devices. Raises InfeasibleError where nothing fits."""
+    end_s = math.inf if task.time_limit_s is None else time.monotonic() + task.time_limit_s  # counts once there is a plan
     found = kinds(task.prices, task.cluster.num_devices)
     searchers = {kind: Searcher(replace(task, prices=OnDevice(task.prices, found.index(kind)))) for kind in dict.fromkeys(found)}
     drafts = sorted(drafts_of(task, found, searchers), key=lambda d: (d.seconds, d.shape, d.order, d.storing, d.shares))
-    best, tried = _forecast_best(task, found, searchers, drafts, plan_of)
-    best = _improved(task, best, found)
+    best, tried = _forecast_best(task, searchers, drafts, plan_of, end_s)
+    best = _improved(task, best, found, end_s)
     bound_s = _bound_s(task, found, searchers)
     gap = max(0.0, 1 - min(bound_s, best.forecast.step_time_s) / best.forecast.step_time_s)
     return replace(best, gap=gap, alternatives=_alternatives(best, tried), reasons=_reasons(best, tried, len(drafts)))
@@ -60,14 +62,15 @@ def unequal_search(task: Task, plan_of: Callable[[Result, Searcher, Outcome], Pl
 
 
 def _forecast_best(
-    task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher], drafts: Sequence[Draft], plan_of: Callable[[Result, Searcher, Outcome], Plan]
+    task: Task, searchers: dict[Kind, Searcher], drafts: Sequence[Draft], plan_of: Callable[[Result, Searcher, Outcome], Plan], end_s: float
 ) -> tuple[Plan, list[Plan]]:
-    """The best of the most promising drafts by its forecast, and all that were forecast."""
+    """The best of the most promising drafts by its forecast, and all that were forecast; until `end_s` of the monotonic clock, once one fits."""
     reference = searchers[slowest_kind(searchers)]
     tried: list[Plan] = []
     refused: list[str] = []
     for draft in drafts:
-        if len([plan for plan in tried if _fits_memory(plan)]) >= _NUM_FORECAST:
+        num_fitting = sum(_fits_memory(plan) for plan in tried)
+        if num_fitting >= _NUM_FORECAST or (num_fitting and time.monotonic() > end_s):
             break
         try:
             tried.append(_forecast(task, _plan(draft, reference, plan_of)))
@@ -85,7 +88,7 @@ def _plan(draft: Draft, reference: Searcher, plan_of: Callable[[Result, Searcher
     result = reference.works.result(shape, storing, work, draft.starts)
     even = draft.shares == row_shares(reference.shapes.batch, shape.dp)
     largest = -(-max(draft.shares) // shape.num_micro_batches)
-    made = plan_of(result, reference, Outcome(reference._space()))
+    made = plan_of(result, reference, Outcome(reference.space))
     return replace(
         made, axes=draft.axes, shares=() if even else draft.shares, micro_batch_size=largest, cluster_fingerprint=reference.task.cluster.fingerprint()
     )
@@ -104,11 +107,13 @@ def _fits_memory(plan: Plan) -> bool:
     return all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.forecast.stages)
 
 
-def _improved(task: Task, best: Plan, found: Sequence[Kind]) -> Plan:
-    """Move micro-batch rows between replicas, and blocks between stages, as long as the forecast gets better."""
+def _improved(task: Task, best: Plan, found: Sequence[Kind], end_s: float) -> Plan:
+    """Move micro-batch rows between replicas, and blocks between stages, as long as the forecast gets better and there is time."""
     for _ in range(_NUM_MOVES):
         better = best
         for plan in itertools.chain(_other_shares(best, found), _other_cuts(task.graph, best) if task.constraints.stage_layers is None else ()):
+            if time.monotonic() > end_s:
+                return better
             try:
                 other = _forecast(task, plan)
             except UsageError:
@@ -154,7 +159,7 @@ def _bound_s(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher])
     """The module's bound."""
     least: dict[tuple[str, Kind], float] = {}
     for kind, searcher in searchers.items():
-        for shape in {shape.inside: shape for shape in searcher._space().shapes}.values():
+        for shape in {shape.inside: shape for shape in searcher.space.shapes}.values():
             num_ranks = math.prod(size for name, size in shape.axes if name not in ("pp", "dp"))
             for pattern, block in searcher.shapes.least(shape).items():
                 spent = block.count * block.seconds * num_ranks * searcher.shapes.batch / shape.rows

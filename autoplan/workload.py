@@ -7,13 +7,13 @@ recomputation keeps the products and attention as well (runtime/selective.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.graph import Graph
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
-from autoplan.price import Pricer, bytes_of, compute_dtype
+from autoplan.price import Pricer, bytes_of, compute_dtype, precision_left
 from autoplan.reading import Reader, fed, local_shape
 from runtime.call import dtype_of
 from runtime.call import num_bytes as spec_bytes
@@ -120,7 +120,17 @@ def model_of(graph: Graph, splits: Mapping[str, Mapping[str, str]], degree: int,
                 total += graph.ops[i].flops
                 label = labels.get(graph.ops[start + i - block.start].name, "whole")
                 divided += graph.ops[i].flops if label != "whole" else 0
-    return Model(total, tokens_of(graph), compute_dtype("float32", precision), divided / total if total and degree > 1 else 1.0)
+    return Model(total, tokens_of(graph), _busiest_dtype(graph, needed, precision), divided / total if total and degree > 1 else 1.0)
+
+
+def _busiest_dtype(graph: Graph, needed: Iterable[int], precision: str | None) -> str:
+    """The dtype in which most FLOPs of the operators `needed` are computed, by that of their first floating-point operand."""
+    left, flops = precision_left(graph, precision), {"float32": 0}
+    for i in sorted(needed):
+        dtypes = (graph.values[name].spec.dtype for name in graph.ops[i].operands)
+        dtype = compute_dtype(next((dtype for dtype in dtypes if dtype_of(dtype).is_floating_point), "float32"), left)
+        flops[dtype] = flops.get(dtype, 0) + graph.ops[i].flops
+    return max(flops, key=lambda dtype: flops[dtype])
 
 
 def tokens_of(graph: Graph) -> int:

@@ -138,7 +138,7 @@ def test_the_ranking_names_every_runner_up_with_its_reason(graph: Graph) -> None
 def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
     cluster = Cluster.parse("a100-sxm-80gb:1x4")
     searcher = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None))
-    space = searcher._space()
+    space = searcher.space
     for shape in space.shapes[::3]:
         times = [r.step_s for r in searcher.works.plans(shape)[0]]
         bounds = [searcher.shapes.peak_bound(shape), *(bound(shape) for bound in searcher.shapes.tighter)]
@@ -156,7 +156,7 @@ def test_no_shape_that_was_pruned_is_better(share: float) -> None:
     limit = int(searcher(80 * GIB).run().best().memory.total * share)
     outcome = searcher(limit).run()
     every = searcher(limit)
-    times = [r.step_s for shape in every._space().shapes for r in every.works.plans(shape)[0] if r.fits]
+    times = [r.step_s for shape in every.space.shapes for r in every.works.plans(shape)[0] if r.fits]
     assert bool(outcome.fitting) == bool(times)
     if times:
         assert outcome.best().step_s * (1 - outcome.gap(outcome.best())) <= min(times) * (1 + 1e-9)

@@ -1,0 +1,102 @@
+"""Bounds are below every plan, where operators compute in low precision, grids gather, backward passes are split and memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from handmade import FlatPrices, transformer
+from torch import nn
+
+import autoplan
+from autoplan.constraints import Constraints
+from autoplan.explore import Searcher
+from autoplan.graph import Graph
+from autoplan.search import search
+from autoplan.space import Shape
+from autoplan.task import Task
+from autoplan.workload import model_of
+from costmodel.analytic import AnalyticPrices
+from costmodel.cluster import Cluster
+from costmodel.opkey import Collective
+from costmodel.prices import Prices
+from runtime.instr import TensorSpec
+
+
+def searcher_of(graph: Graph, cluster: Cluster, prices: Prices, **constraints: object) -> Searcher:
+    return Searcher(Task(graph, cluster, prices, Constraints(**constraints), "adamw", None, None))  # type: ignore[arg-type]
+
+
+def check_bounds(searcher: Searcher, every: int = 1) -> list[Shape]:
+    """The shapes that were looked at, none of which has a plan below one of its bounds."""
+    looked_at = list(searcher.space.shapes[::every])
+    for shape in looked_at:
+        times = [r.step_s for r in searcher.works.plans(shape)[0]]
+        bounds = [searcher.shapes.peak_bound(shape), *(bound(shape) for bound in searcher.shapes.tighter)]
+        assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
+    return looked_at
+
+
+class SlowLinks(FlatPrices):
+    """Links of 1 GB/s."""
+
+    def collective(self, collective: Collective) -> float:
+        return 100 * super().collective(collective)
+
+
+def low_precision(graph: Graph) -> Graph:
+    """The graph as if its model were kept in bfloat16."""
+    values = {n: replace(v, spec=TensorSpec(v.spec.shape, "bfloat16")) if v.spec.dtype == "float32" else v for n, v in graph.values.items()}
+    return replace(graph, values=values)
+
+
+def test_a_model_in_low_precision_is_bounded_by_its_own_peak() -> None:
+    graph = low_precision(transformer(layers=2, batch=8, seq=512, hidden=1024, heads=8, inner=4096, vocab=1000))
+    cluster = Cluster.parse("h100-sxm-80gb:1x4")
+    check_bounds(searcher_of(graph, cluster, AnalyticPrices(cluster)), every=7)
+    assert model_of(graph, {}, 1, None).dtype == "bfloat16"
+    free = search(graph, cluster, AnalyticPrices(cluster), Constraints())
+    for fixed in (Constraints(dp=4), Constraints(tp=4), Constraints(pp=4)):
+        assert search(graph, cluster, AnalyticPrices(cluster), fixed).forecast.step_time_s >= free.forecast.step_time_s * (1 - free.gap) * (1 - 1e-9)
+
+
+class Normed(nn.Module):
+    """Products that do not weigh between norms whose parameters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(4))
+        self.products = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            x = torch.tanh(norm(x))
+        for product in self.products:
+            x = torch.tanh(product(x))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (8, 6, 64)], ids=["rows", "positions"])
+def test_what_a_grid_gathers_at_least_no_plan_does_without(shape: tuple[int, ...]) -> None:
+    graph = autoplan.capture(Normed(), (torch.randn(shape),))
+    searcher = searcher_of(graph, Cluster.parse("a100-sxm-80gb:1x4"), SlowLinks(), tensor="2d")
+    assert any(shape.grid for shape in check_bounds(searcher))
+
+
+@pytest.mark.parametrize("schedule", ["zb", "zbv", "interleaved"])
+def test_schedules_in_parts_are_bounded_where_forwards_send(schedule: str) -> None:
+    graph = transformer(layers=4, batch=8, seq=64, hidden=256, heads=8, inner=1024, vocab=1000)
+    searcher = searcher_of(graph, Cluster.parse("a100-sxm-80gb:1x4"), SlowLinks(), schedule=schedule, pp=2, tp=2)
+    check_bounds(searcher)
+
+
+def test_a_way_of_storing_that_fits_is_never_called_too_large() -> None:
+    graph = transformer(layers=3, batch=4, seq=64, hidden=256, heads=4, inner=1024, vocab=100)
+    cluster = Cluster.parse("a100-sxm-80gb:1x4")
+    roomy = searcher_of(graph, cluster, FlatPrices(), recompute="selective")
+    for shape in roomy.space.shapes[::3]:
+        for result in roomy.works.plans(shape)[0]:
+            tight = searcher_of(graph, cluster, FlatPrices(result.memory.total), recompute="selective")
+            blocks = tight.shapes.least(shape)
+            assert tight.shapes.least_step_s(blocks, shape, result.storing) <= result.step_s * (1 + 1e-9), (shape, result.storing)
