@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from autoplan.launch import fork_server
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def ends(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) 
     that fails. Ranks that have not ended after `timeout_s` have exit code None and are killed."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = fork_server()
         workers = [context.Process(target=_main, args=(rank, world_size, store.port, folder, fn, args), daemon=True) for rank in range(world_size)]
         for worker in workers:
             worker.start()
