@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy.calibrate import MEMORY_BOUNDS, Sample, fit  # noqa: E402
-from benchmarks.accuracy.footprint import fits, footprint, settled  # noqa: E402
+from benchmarks.accuracy.footprint import fits, footprint, reported, settled  # noqa: E402
 from benchmarks.accuracy.record import Run, UnsupportedRowError, run_of  # noqa: E402
 from benchmarks.accuracy.score import measured_s, out_of_memory, score, table  # noqa: E402
 from benchmarks.accuracy.step import step_time  # noqa: E402
@@ -57,8 +57,8 @@ def step_s(sample: Sample, calibration: Calibration) -> float:
 
 def peak_bytes(sample: Sample, calibration: Calibration) -> float:
     """What a weighed sample is compared with: the peak, or what must fit."""
-    found = footprint(settled(sample.run, calibration), calibration)
-    return float(found.total if sample.sense == "is" else found.needed)
+    run = settled(sample.run, calibration)
+    return float(reported(run, calibration).total if sample.sense == "is" else footprint(run, calibration).needed)
 
 
 def timed(rows: Mapping[str, Rows]) -> list[Sample]:
@@ -100,7 +100,7 @@ def predict(row: Mapping[str, Any], calibration: Calibration, path: str = "canon
             return _by_the_product(run, calibration)
     except UnsupportedRowError as error:
         return {"unsupported": str(error)}
-    return {"iteration_s": step_time(run, calibration).total_s, "peak_mem_GiB": footprint(run, calibration).total / 2**30, "fits": fits(run, calibration)}
+    return {"iteration_s": step_time(run, calibration).total_s, "peak_mem_GiB": reported(run, calibration).total / 2**30, "fits": fits(run, calibration)}
 
 
 def _by_the_product(run: Run, calibration: Calibration) -> dict[str, Any]:

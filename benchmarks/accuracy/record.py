@@ -12,10 +12,12 @@ Keys that a source does not state get one default for all sources:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from benchmarks.accuracy.splits import layers_of_stages
 from costmodel.cluster import Cluster, NodeGroup, Tier
 
 # GPU names of the rows by their first words -> device preset
@@ -54,6 +56,7 @@ STACKS = (
     ("megatron", "megatron-lm"),
 )
 COMPILED = ("torch.compile", "asynctp", "1f1b", "interleaved")  # torchtitan pages that measured with torch.compile name one of these
+DEEPSPEED = ("megatron-deepspeed", "deepspeed-zero3", "amp", "sailor")  # pipelines that DeepSpeed splits
 UNFUSED = ("megatron-deepspeed", "deepspeed-zero3", "megatron-lm", "amp", "sailor")  # stacks without a fused attention kernel
 NETWORKS = (("omni-path", "omni-path"), ("opa", "omni-path"), ("roce", "roce"), ("efa", "efa"), ("tcpx", "tcpx"), ("gb/s; pcie", "ethernet"))
 
@@ -64,7 +67,7 @@ class UnsupportedRowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of a decoder-only transformer. `gated`: SwiGLU with RMSNorm and rotary positions (Llama), else GPT."""
+    """Sizes of a decoder-only transformer. `gated`: SwiGLU with RMSNorm and rotary positions (Llama), else GPT, with GELU unless `relu`."""
 
     layers: int
     hidden: int
@@ -75,6 +78,7 @@ class Model:
     vocab: int
     gated: bool
     head: bool
+    relu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ class Run:
     stages: tuple[Stage, ...]
     async_tp: bool
     flash: bool  # fused attention; the stack's where the row does not say
+    compiled_loss: bool  # the loss is compiled with the model: no fp32 copy of the logits
+    reported: Literal["fullest", "first", "last"]  # the stage whose memory the source reports
 
 
 def run_of(row: Mapping[str, Any]) -> Run:
@@ -143,6 +149,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
         int(m["vocab"]),
         "glu" in str(m.get("act", "")),
         m.get("lm_head", True) is not False,
+        m.get("act") == "relu",
     )
     cluster = cluster_of(row["cluster"])
     return Run(
@@ -165,10 +172,25 @@ def run_of(row: Mapping[str, Any]) -> Run:
         dtype,
         gemm,
         "PURE" in str(row["precision"]),
-        stages_of(model.layers, pp, tp * dp * cp, p, cluster),
+        stages_of(layers_of_stages(model.layers, pp, p, str(row.get("notes", "")), stack in DEEPSPEED), tp * dp * cp, p, cluster),
         "asynctp" in text.lower().replace("-", "") or "asynctp" in row["row_id"].lower(),
         "flash attention off" not in text and stack not in UNFUSED,
+        stack == "torchtitan-compile" and dated(row["source"]) >= 2025,
+        reported_stage(stack, text),
     )
+
+
+def dated(source: str) -> int:
+    """The year in a source's name (benchmarks_202506.md, "(Dec 2024)"); 0 where there is none."""
+    return max((int(year) for year in re.findall(r"(?<![0-9a-z])20[12]\d", source)), default=0)
+
+
+def reported_stage(stack: str, text: str) -> Literal["fullest", "first", "last"]:
+    """The stage whose memory is reported. torchtitan logs the rank that sees the loss; who reads nvidia-smi without saying of which rank
+    is taken to have looked at the first (runs that went out of memory where that one showed 3 GiB free say so)."""
+    if stack.startswith("torchtitan"):
+        return "last"
+    return "first" if "nvidia-smi memory incl" in text else "fullest"
 
 
 def stack_of(row: Mapping[str, Any]) -> str:
@@ -182,9 +204,8 @@ def stack_of(row: Mapping[str, Any]) -> str:
     return stack
 
 
-def stages_of(layers: int, pp: int, ranks: int, plan: Mapping[str, Any], cluster: Cluster) -> tuple[Stage, ...]:
-    """Stages as stated, else even with the remainder in front."""
-    counts = plan.get("layer_partitions") or [layers // pp + (1 if i < layers % pp else 0) for i in range(pp)]
+def stages_of(counts: Sequence[int], ranks: int, plan: Mapping[str, Any], cluster: Cluster) -> tuple[Stage, ...]:
+    """Stages of `counts` layers and `ranks` ranks each, on the devices that the plan states."""
     stated = plan.get("stages")
     found = []
     for i, count in enumerate(counts):
@@ -192,7 +213,7 @@ def stages_of(layers: int, pp: int, ranks: int, plan: Mapping[str, Any], cluster
         if stated:
             gpus = stated[i]["gpu"] if isinstance(stated[i]["gpu"], list) else [stated[i]["gpu"]]
             rank = min((first_rank(cluster, gpu) for gpu in gpus), key=lambda r: cluster.device(r).peak("float32"))
-        found.append(Stage(int(count), rank))
+        found.append(Stage(count, rank))
     return tuple(found)
 
 
