@@ -9,9 +9,9 @@ Saved bytes of a layer and micro-batch with r = tokens of the micro-batch on a r
     scores (2 e + 1) r s heads / t where attention is not fused: softmax, its dropout and mask; e without dropout
 
 With sequence parallelism the terms in r h are divided by t too. Full recomputation keeps the layer's input, e r h; one layer's saved
-bytes come back at a time, when those of the loss are gone: the larger of the two counts. Stage j of p holds min(p - j, m) micro-batches (1F1B), interleaving adds (p - 1) / v of a stage's chunk; of each
-it keeps the output as well until the backward pass starts from it. torch's pipelines keep the last stage's outputs of all
-micro-batches, and join them at the end of the step.
+bytes come back at a time, when those of the loss are gone: the larger of the two counts. Stage j of p holds min(p - j, m) micro-batches
+(1F1B), interleaving adds (p - 1) / v of a stage's chunk; of each it keeps the output as well until the backward pass starts from it.
+torch's pipelines keep the last stage's outputs of all micro-batches, and join them at the end of the step.
 
 The peak is of the fullest stage. What a source reports may be another stage's (record.py, `reported_stage`).
 """

@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from costmodel.calibration import Calibration, load, priors  # noqa: E402
 
 MARGIN = 0.97  # a run that is known to fit is fitted to at most this share of the memory
 MEMORY_PULL = 0.001  # reserves differ by gigabytes from stack to stack: little is known of them beforehand
-Rows = list[Mapping[str, Any]]
+Rows = Sequence[Mapping[str, Any]]
 
 
 def read(paths: Iterable[Path]) -> dict[str, Rows]:

@@ -1,0 +1,80 @@
+"""How much the scores depend on the rows that the constants are fitted on.
+
+python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out]
+
+For each seed a tenth of every source's rows, at least one, is drawn at random, the constants are fitted on them from priors.json, and all rows are
+predicted. Printed: the means over the seeds. --left-out: for each source, constants fitted on the rows of fit_rows.json of all other sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.accuracy.predict import Rows, predict, read, refit  # noqa: E402
+from benchmarks.accuracy.score import Score, score, table  # noqa: E402
+from costmodel.calibration import Calibration, priors  # noqa: E402
+
+FIT_ROWS = Path(__file__).parent / "fit_rows.json"
+SHARE = 0.1
+
+
+def drawn(rows: Mapping[str, Rows], seed: int, share: float = SHARE) -> dict[str, Rows]:
+    """`share` of each source's rows that carry a measurement, rounded down, at least one. The same for the same seed."""
+    generator = random.Random(seed)
+    useful = {source: [row for row in records if set(row["measured"]) - {"mfu", "tflops_per_gpu"}] for source, records in sorted(rows.items())}
+    return {source: generator.sample(records, max(1, int(share * len(records)))) for source, records in useful.items() if records}
+
+
+def chosen(rows: Mapping[str, Rows]) -> dict[str, Rows]:
+    """The rows of fit_rows.json."""
+    listed = json.loads(FIT_ROWS.read_text())
+    return {source: [row for row in records if row["row_id"] in listed.get(source, ())] for source, records in rows.items()}
+
+
+def scores(rows: Mapping[str, Rows], calibration: Calibration) -> dict[str, Score]:
+    """Scores of all sources under one calibration."""
+    predictions = {row["row_id"]: predict(row, calibration) for records in rows.values() for row in records}
+    return {source: score(records, predictions) for source, records in rows.items()}
+
+
+def mean(found: list[Score]) -> Score:
+    """Field by field; counts rounded."""
+    merged = {}
+    for field in fields(Score):
+        values = [value for s in found if (value := getattr(s, field.name)) is not None]
+        average = statistics.mean(values) if values else None
+        merged[field.name] = round(average) if field.type == "int" and average is not None else average
+    return Score(**merged)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--left-out", action="store_true")
+    options = parser.parse_args()
+    rows = read(options.rows)
+    if options.left_out:
+        picked = chosen(rows)
+        found = {s: scores({s: rows[s]}, refit({o: r for o, r in picked.items() if o != s}, priors()))[s] for s in rows}
+        print(table(found))
+        return
+    runs = [scores(rows, refit(drawn(rows, seed), priors())) for seed in range(options.seeds)]
+    for seed, run in enumerate(runs):
+        print(f"seed {seed}: {table(run).splitlines()[-1]}")
+    print(table({source: mean([run[source] for run in runs]) for source in rows}))
+
+
+if __name__ == "__main__":
+    main()
