@@ -113,7 +113,9 @@ def _stages(plan: Plan) -> str:
         (str(s.stage), f"{s.first_block} … {s.last_block}", seconds(s.forward_s), seconds(s.backward_s), seconds(s.busy_s), seconds(s.idle_s))
         for s in plan.forecast.stages
     ]
-    return _titled("Stages", _table(("stage", "blocks", "forward", "backward", "busy", "idle"), rows, right=(2, 3, 4, 5)))
+    gathering = ", ".join(str(number) for number, stage in enumerate(plan.stages) if stage.gathers)
+    note = [f"what tensor ranks hold alike is sent in pieces, and gathered by stages {gathering}"] if gathering else []
+    return _titled("Stages", [*_table(("stage", "blocks", "forward", "backward", "busy", "idle"), rows, right=(2, 3, 4, 5)), *note])
 
 
 def _memory(plan: Plan) -> str:

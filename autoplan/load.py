@@ -28,11 +28,17 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A value that goes to another stage after every forward; `grad`: its gradient comes back."""
+    """A value that goes to another stage after every forward; `grad`: its gradient comes back. `num_bytes` of what a rank sends;
+    `gathered_bytes` of the whole value, where it travels in pieces."""
 
     dst: int
     num_bytes: int
     grad: bool
+    gathered_bytes: int = 0
+
+    @property
+    def received_bytes(self) -> int:
+        return max(self.num_bytes, self.gathered_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,15 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Blocks [start, stop) of the graph, by name of the first and last."""
+    """Blocks [start, stop) of the graph, by name of the first and last. `gathers`: what tensor ranks hold alike comes from other pipeline
+    ranks in pieces (autoplan/transit.py)."""
 
     start: int
     stop: int
     first: str
     last: str
     rank: int  # "pp" coordinate
+    gathers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

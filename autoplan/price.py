@@ -169,10 +169,14 @@ class LocalGraph:
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a value on all ranks of the tensor axis together, in its layout on the data axis."""
+        return bytes_of(self.shape(name), self.dtype(name))
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a value on all ranks of the tensor axis together."""
         shape = cut(self.graph.values[name].spec.shape, self.batch_layouts[name], self.parts)
         for context in self.contexts:
             shape = cut(shape, context.layout(name), context.degree)
-        return bytes_of(shape, self.dtype(name))
+        return shape
 
     @cached_property
     def divisible(self) -> Graph:

@@ -75,4 +75,4 @@ def by_rank(each: Sequence[Memory], stage_ranks: Sequence[int]) -> list[Memory]:
 def received_bytes(loads: tuple[StageLoad, ...], stage: int, step: Step) -> int:
     """Bytes that a stage receives from other ranks for one micro-batch."""
     ranks = step.stage_ranks
-    return sum(send.num_bytes for load in loads for send in load.sends if send.dst == stage and ranks[load.index] != ranks[stage])
+    return sum(send.received_bytes for load in loads for send in load.sends if send.dst == stage and ranks[load.index] != ranks[stage])

@@ -109,8 +109,10 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
     """The plan of one result, with everything that the search knows beside it."""
     task, graph, shape = searcher.task, searcher.task.graph, best.shape
     ranks = best.stage_ranks
+    gathering = {send.dst for load in best.loads for send in load.sends if send.gathered_bytes}
     stages = tuple(
-        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank) for rank, a, b in zip(ranks, best.starts, best.starts[1:], strict=False)
+        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank, number in gathering)
+        for number, (rank, a, b) in enumerate(zip(ranks, best.starts, best.starts[1:], strict=False))
     )
     return Plan(
         model=graph.name,

@@ -14,6 +14,7 @@ from autoplan.graph import Graph
 from autoplan.layout import PARTIAL, VARY, WHOLE, Split
 from autoplan.peephole import fuse_bias
 from autoplan.precision import MASTER
+from autoplan.transit import AXIS, pieces_dim
 from autoplan.variants import Emitter, Rows
 from runtime.instr import uses
 from runtime.program import BlockCode, Body, Chunk, Feed, StageCode, Stored, Transfer
@@ -117,8 +118,19 @@ def _receives(context: Lowering, emitter: Emitter, number: int) -> list[Transfer
     for local, name in emitter.external.items():
         if graph.values[name].kind == "activation" and name not in context.given:
             source = _holder(context, name, number)
-            found.append(Transfer(local, source, number, emitter.specs[local], graph.values[name].requires_grad))
+            spec, grad = emitter.specs[local], graph.values[name].requires_grad
+            found.append(Transfer(local, source, number, spec, grad, _pieces(context, emitter, name, spec.shape, source, number)))
     return found
+
+
+def _pieces(context: Lowering, emitter: Emitter, name: str, shape: tuple[int, ...], source: int, number: int) -> Chunk | None:
+    """How a value that stage `number` receives is cut in transit (autoplan/transit.py)."""
+    stages = context.plan.stages
+    if not stages[number].gathers or stages[source].rank == stages[number].rank or not context.graph.values[name].requires_grad:
+        return None
+    degree = next((axis.degree for axis, lies in zip(context.axes, emitter.produced(name), strict=True) if axis.name == AXIS and lies == WHOLE), 1)
+    dim = pieces_dim(shape, degree)
+    return None if dim is None else Chunk(AXIS, dim, 1, shape[dim], 1)
 
 
 def _holder(context: Lowering, name: str, number: int) -> int:

@@ -19,13 +19,14 @@ from autoplan.choose import Chosen, Outline
 from autoplan.datasums import element_bytes
 from autoplan.gridprices import weight_parts
 from autoplan.holding import moments, num_stages_held
-from autoplan.layout import Split
+from autoplan.layout import WHOLE, Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.localcontext import LocalContext, context_exchanges, resting_bytes
 from autoplan.price import LocalGraph, axis_group, cut, itemsize
 from autoplan.problem import BlockPoint
 from autoplan.replay import Step
 from autoplan.schemes import ROLES, feature_axes, row_axes
+from autoplan.transit import AXIS, gather_s, is_gathered, pieces_dim
 from costmodel.memory import Widths
 from runtime.quantiser import CODECS
 from runtime.stripes import layout
@@ -96,7 +97,7 @@ class Work:
         self.local = local
         self.contexts = tuple(context for context in local.contexts if isinstance(context, LocalContext))
         self.chosen = chosen
-        self._sent: dict[tuple[int, ...], Mapping[int, tuple[Send, ...]]] = {}
+        self._sent: dict[tuple[tuple[int, ...], tuple[int, ...]], Mapping[int, tuple[Send, ...]]] = {}
         has_layers = any(block.layer for block in outline.graph.blocks)
         self.loads: Mapping[str, BlockLoad] = {
             pattern: self._block(pattern, recompute if not has_layers or outline.graph.blocks[number].layer else "none")
@@ -137,8 +138,15 @@ class Work:
         return self.local.num_bytes(name) // (self.local.degree if isinstance(layout, Split) else 1)
 
     def boundary_bytes(self, name: str) -> int:
-        """Bytes that one rank sends of a value between blocks."""
+        """Bytes on one rank of a value between blocks."""
         return self._bytes(name, self.outline.layout(name, self.chosen.boundary))
+
+    def in_pieces(self, name: str, dst: int) -> Send:
+        """A value that goes to another pipeline rank, in pieces where it can be."""
+        num_bytes, grad = self.boundary_bytes(name), self.outline.graph.values[name].requires_grad
+        ranks = self.local.degree if self.feature_axis == AXIS and self.outline.layout(name, self.chosen.boundary) == WHOLE and grad else 1
+        divides = pieces_dim(self.local.shape(name), ranks) is not None
+        return Send(dst, num_bytes // ranks, grad, num_bytes) if divides else Send(dst, num_bytes, grad)
 
     @cached_property
     def blocks(self) -> tuple[BlockLoad, ...]:
@@ -193,6 +201,7 @@ class Work:
         numbers = [n for n in self.outline.blocks if start <= n < stop]
         blocks = [self.loads[graph.blocks[n].pattern] for n in numbers]
         extra = self._repeated(start, stop)
+        sends = self._sends(starts, stage_ranks)
         forward, backward, recompute = Pass(), Pass(), Pass()
         traffic: list[Traffic] = []
         deferred: list[tuple[str, int]] = []
@@ -210,6 +219,13 @@ class Work:
                     if use.phase == "forward" and block.recomputed:
                         traffic.append(Traffic(use.kind, use.axis or self.feature_axis, "backward", use.num_bytes))
             deferred += [(name, p.trained_bytes) for name, _ in row_axes(self.axes) if ROLES[name] == "rows"]
+        entering = (send for own in sends.values() for send in own if send.dst == index)
+        gathers = [("forward", send) for send in entering] + [("backward", send) for send in sends.get(index, ()) if send.grad]
+        for phase, send in gathers:
+            if send.gathered_bytes:
+                moved = Pass(0.0, gather_s(self.local.pricer, self.step, send.gathered_bytes))
+                forward, backward = (forward.plus(moved), backward) if phase == "forward" else (forward, backward.plus(moved))
+                traffic.append(Traffic("all_gather", AXIS, phase, send.gathered_bytes))
         parameter_bytes = sum(b.point.parameter_bytes for b in blocks)
         parameter_elements = sum(b.point.parameter_elements for b in blocks)
         return StageLoad(
@@ -219,7 +235,7 @@ class Work:
             forward=forward,
             backward=backward,
             recompute=recompute,
-            sends=self._sends(index, starts),
+            sends=sends.get(index, ()),
             parameter_elements=parameter_elements - extra[0],
             trained_elements=sum(b.point.trained_elements for b in blocks) - extra[1],
             parameter_width=max(1, parameter_bytes // max(1, parameter_elements)),
@@ -237,22 +253,29 @@ class Work:
             put_off_bytes=sum(b.point.put_off_bytes for b in blocks),
         )
 
-    def _sends(self, index: int, starts: tuple[int, ...]) -> tuple[Send, ...]:
-        if starts not in self._sent:
-            self._sent = {starts: self._all_sends(starts)}
-        return self._sent[starts].get(index, ())
-
-    def _all_sends(self, starts: tuple[int, ...]) -> Mapping[int, tuple[Send, ...]]:
+    def _sends(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> Mapping[int, tuple[Send, ...]]:
         """Stage -> what it sends to other stages."""
+        if (starts, stage_ranks) not in self._sent:
+            self._sent = {(starts, stage_ranks): self._all_sends(starts, stage_ranks)}
+        return self._sent[starts, stage_ranks]
+
+    def _all_sends(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> Mapping[int, tuple[Send, ...]]:
         graph = self.outline.graph
         stage_of = {n: j for j, (a, b) in enumerate(itertools.pairwise(starts)) for n in range(a, b)}
-        found: dict[int, list[Send]] = {}
+        entering: dict[int, list[tuple[int, Send]]] = {}
         for name, readers in self.outline.crossing.items():
             home = stage_of[self.outline.block_of[graph.producer[name]]]
-            away = dict.fromkeys(stage_of[r] for r in readers if stage_of[r] != home)
-            if away:
-                num_bytes = self._bytes(name, self.outline.layout(name, self.chosen.boundary))
-                found.setdefault(home, []).extend(Send(dst, num_bytes, graph.values[name].requires_grad) for dst in away)
+            reading = [j for j in dict.fromkeys(stage_of[r] for r in readers) if j != home]
+            for dst in reading:
+                earlier = (j for j in reading if j < dst and stage_ranks[j] == stage_ranks[dst])
+                src = home if stage_ranks[home] == stage_ranks[dst] else min(earlier, default=home)  # which hands it on
+                alike = Send(dst, self.boundary_bytes(name), graph.values[name].requires_grad)
+                entering.setdefault(dst, []).append((src, alike if stage_ranks[src] == stage_ranks[dst] else self.in_pieces(name, dst)))
+        found: dict[int, list[Send]] = {}
+        for sends in entering.values():
+            gathers = is_gathered(self.local.pricer, self.step, sends)
+            for src, send in sends:
+                found.setdefault(src, []).append(send if gathers else Send(send.dst, send.received_bytes, send.grad))
         return {stage: tuple(sends) for stage, sends in found.items()}
 
     def _local_elements(self, name: str) -> int:

@@ -27,7 +27,7 @@ from autoplan.explore import Searcher
 from autoplan.graph import Graph
 from autoplan.lower import lower
 from autoplan.outcome import Outcome, Result
-from autoplan.plan import Alternative, Plan, StagePlan
+from autoplan.plan import Alternative, Plan
 from autoplan.replicas import Kind, kinds, slowest
 from autoplan.shares import row_shares
 from autoplan.simulate import forecast
@@ -149,7 +149,7 @@ def _other_cuts(graph: Graph, plan: Plan) -> Iterator[Plan]:
             moved[j] += step
             if moved[j - 1] < moved[j] < moved[j + 1]:
                 stages = tuple(
-                    StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, old.rank)
+                    replace(old, start=a, stop=b, first=graph.blocks[a].name, last=graph.blocks[b - 1].name)
                     for (a, b), old in zip(itertools.pairwise(moved), plan.stages, strict=True)
                 )
                 yield replace(plan, stages=stages)

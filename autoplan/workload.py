@@ -13,12 +13,12 @@ from dataclasses import replace
 from autoplan.batchaxis import step_ops, training_results
 from autoplan.graph import Graph
 from autoplan.load import Model, Pass, Send, StageLoad, Traffic
-from autoplan.price import Pricer, bytes_of, compute_dtype, precision_left
+from autoplan.price import Pricer, axis_group, bytes_of, compute_dtype, precision_left
 from autoplan.reading import Reader, fed, local_shape
 from runtime.call import dtype_of
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import TensorSpec
-from runtime.program import Body, Program, StageCode, Stored
+from runtime.program import Body, Program, StageCode, Stored, Transfer
 from runtime.stripes import program_layout
 
 
@@ -51,6 +51,12 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
         saved.update((name, reader.size(name)) for name in code.inputs if name not in reader.resting)
         saved.update(kept)
         transient = max(transient, sum(size for name, size in tally.saved.items() if name not in kept) + tally.extra_bytes)
+    for phase, t in (*(("forward", t) for t in body.receives), *(("backward", t) for t in body.sends if t.grad)):
+        if t.pieces is not None:
+            size = _send(t, reader.degrees, pricer.precision).gathered_bytes
+            moved = Pass(0.0, pricer.collective("all_gather", size, axis_group(program.axes, t.pieces.axis, pricer.device)))
+            forward, backward = (forward.plus(moved), backward) if phase == "forward" else (forward, backward.plus(moved))
+            traffic.append(Traffic("all_gather", t.pieces.axis, phase, size))
     parameters = {s.name: s for s in stage.stored if s.kind == "parameter"}
     elements = {name: math.prod(local_shape(s, reader.degrees)) for name, s in parameters.items()}
     trained = [s for s in parameters.values() if s.requires_grad]
@@ -62,7 +68,7 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
         forward=forward,
         backward=backward,
         recompute=recompute,
-        sends=tuple(Send(t.dst, bytes_of(t.spec.shape, compute_dtype(t.spec.dtype, pricer.precision)), t.grad) for t in body.sends),
+        sends=tuple(_send(t, reader.degrees, pricer.precision) for t in body.sends),
         parameter_elements=sum(elements.values()),
         trained_elements=sum(elements[s.name] for s in trained),
         parameter_width=max(widths, default=4),
@@ -80,6 +86,11 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
         weights_s=weights_s,
         put_off_bytes=sum(put_off.values()),
     )
+
+
+def _send(transfer: Transfer, degrees: Mapping[str, int], precision: str | None) -> Send:
+    num_bytes, whole = (bytes_of(s.shape, compute_dtype(s.dtype, precision)) for s in (transfer.sent(degrees), transfer.spec))
+    return Send(transfer.dst, num_bytes, transfer.grad, whole if transfer.pieces is not None else 0)
 
 
 def _master_bytes(stored: Stored, degrees: Mapping[str, int]) -> int:

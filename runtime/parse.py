@@ -131,6 +131,12 @@ class _Line:
             raise self.fail("dtype and shape")
         return spec
 
+    def chunk(self) -> Chunk:
+        axis, where = self.take("word"), self.arg()
+        if not isinstance(where, tuple) or len(where) != 4:
+            raise self.fail("(dim, outer, size, inner)")
+        return Chunk(axis, *where)  # type: ignore[arg-type]
+
     def arg(self) -> Arg:
         kind = self.peek_kind()
         if kind == "name":
@@ -298,10 +304,7 @@ class _Parser:
                 line.accept(",")
         if line.accept("chunks"):
             while line.peek():
-                axis = line.take("word")
-                where = line.arg()
-                assert isinstance(where, tuple)
-                chunks.append(Chunk(axis, *where))  # type: ignore[arg-type]
+                chunks.append(line.chunk())
         return Stored(name, fqn, tuple(aliases), kind, spec, tuple(chunks), trainable, partial, stages, master)  # type: ignore[arg-type]
 
     def feeds(self) -> tuple[Feed, ...]:
@@ -328,7 +331,8 @@ class _Parser:
             line = self.line(word)
             value, spec, src = line.name(), line.dense_spec(), line.integer()
             line.expect("->")
-            out.append(Transfer(value, src, line.integer(), spec, line.accept("grad")))
+            dst, grad = line.integer(), line.accept("grad")
+            out.append(Transfer(value, src, dst, spec, grad, line.chunk() if line.accept("pieces") else None))
         return tuple(out)
 
     def block(self) -> BlockCode:

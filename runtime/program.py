@@ -103,6 +103,8 @@ class Transfer:
     """One value that travels from stage `src` to stage `dst` for each micro-batch; its gradient travels back.
 
     `spec` is the local tensor's. Both stages have equal data and tensor coordinates for the ranks that pair up.
+    `pieces`, of a value that all ranks of an axis hold alike: each sends its piece, and who receives them gathers.
+    Source: Narayanan et al. 2021 (SC21), section 4.1.
     """
 
     value: str
@@ -110,6 +112,15 @@ class Transfer:
     dst: int
     spec: TensorSpec
     grad: bool
+    pieces: Chunk | None = None
+
+    def sent(self, sizes: Mapping[str, int]) -> TensorSpec:
+        """What one rank sends, on axes of these sizes."""
+        if self.pieces is None:
+            return self.spec
+        shape = list(self.spec.shape)
+        shape[self.pieces.dim] //= sizes.get(self.pieces.axis, 1)
+        return TensorSpec(tuple(shape), self.spec.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Run:
         received = {}
         with self.mesh.recorder.action("wait", "forward", action.stage, action.micro_batch):
             for transfer in self._receives(action):
-                value = self._post.receive(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, False))
+                value = self._post.receive(Message(transfer, action.micro_batch))
                 received[transfer.value] = value.requires_grad_(transfer.grad and self.is_training)
         with self.mesh.recorder.action("F", "forward", action.stage, action.micro_batch):
             start, stop = rows.start - self._offset, rows.stop - self._offset
@@ -101,7 +101,7 @@ class Run:
             with use_state(self.state(action.micro_batch, rows.start)):
                 outputs = self.code.bodies[action.stage, rows.stop - rows.start]({**self._shared, **feeds, **received})
             for transfer in self._sends(action):
-                self._post.send(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, False), outputs[transfer.value])
+                self._post.send(Message(transfer, action.micro_batch), outputs[transfer.value])
             self._collect(stage, outputs)
             if self.is_training:
                 leaving = dict.fromkeys([t.value for t in self._sends(action)] + ([stage.loss] if stage.loss else []))
@@ -126,7 +126,7 @@ class Run:
         with self.mesh.recorder.action("wait", "backward", action.stage, action.micro_batch):
             for transfer in self._sends(action):
                 if transfer.grad:
-                    grad = self._post.receive(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, True))
+                    grad = self._post.receive(Message(transfer, action.micro_batch, is_grad=True))
                     grads[transfer.value] = grads[transfer.value] + grad if transfer.value in grads else grad
         with self.mesh.recorder.action(action.kind, "backward", action.stage, action.micro_batch):
             if stage.loss is not None:
@@ -145,7 +145,7 @@ class Run:
                 if transfer.grad:
                     leaf = held.received[transfer.value]
                     grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                    self._post.send(Message(transfer.value, transfer.src, transfer.dst, action.micro_batch, True), grad)
+                    self._post.send(Message(transfer, action.micro_batch, is_grad=True), grad)
 
     def _backward_weights(self, action: Action) -> None:
         with self.mesh.recorder.action("BW", "backward", action.stage, action.micro_batch):
@@ -171,5 +171,5 @@ class Run:
         if action.kind == "BW":
             return []
         if action.kind == "F":
-            return [Message(t.value, t.src, t.dst, action.micro_batch, False) for t in self._receives(action)]
-        return [Message(t.value, t.src, t.dst, action.micro_batch, True) for t in self._sends(action) if t.grad]
+            return [Message(t, action.micro_batch) for t in self._receives(action)]
+        return [Message(t, action.micro_batch, is_grad=True) for t in self._sends(action) if t.grad]

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from runtime.flow import Flow, flow
 from runtime.instr import Arg, Dtype, Instr, Other, Ref, TensorSpec
 from runtime.instr_traffic import backward_uses, forward_uses, gradient_passes
-from runtime.program import BlockCode, Feed, Program, StageCode, Stored, Transfer
+from runtime.program import BlockCode, Chunk, Feed, Program, StageCode, Stored, Transfer
 from runtime.schedule import schedule
 from runtime.stripes import reduces_itself
 from runtime.traffic import body_specs, fsdp_groups, is_split_backward, sharding
@@ -143,7 +143,7 @@ def _once_a_step(p: Program, s: StageCode) -> Iterator[str]:
 
 
 def _stored(s: Stored) -> str:
-    chunks = " ".join(f"{c.axis}({c.dim}, {c.outer}, {c.size}, {c.inner})" for c in s.chunks)
+    chunks = " ".join(map(_chunk, s.chunks))
     aliases = f" aliases={json.dumps(list(s.aliases), separators=(',', ':'))}" if s.aliases else ""
     trainable = f"{f' master={s.master}' if s.master else ''}{' trainable' if s.requires_grad else ''}"
     return f"{s.kind} {name(s.name)} {json.dumps(s.fqn)} {spec(s.spec)}{trainable} stages={words(s.stages)} partial={words(s.partial)}{aliases}" + (
@@ -151,12 +151,17 @@ def _stored(s: Stored) -> str:
     )
 
 
+def _chunk(c: Chunk) -> str:
+    return f"{c.axis}({c.dim}, {c.outer}, {c.size}, {c.inner})"
+
+
 def _feed(feed: Feed) -> str:
     return f"feed {name(feed.name)} {json.dumps(feed.path)} {spec(feed.spec)} batch_dim={_optional(feed.batch_dim)}"
 
 
 def _transfer(t: Transfer) -> str:
-    return f"{name(t.value)} {spec(t.spec)} {t.src} -> {t.dst}{' grad' if t.grad else ''}"
+    pieces = f" pieces {_chunk(t.pieces)}" if t.pieces is not None else ""
+    return f"{name(t.value)} {spec(t.spec)} {t.src} -> {t.dst}{' grad' if t.grad else ''}{pieces}"
 
 
 def _block(block: BlockCode, found: Flow | None, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> Iterator[str]:

@@ -116,10 +116,14 @@ def _body_moves(program: Program, stage: StageCode, body: Body, coordinates: Coo
     ranks = program.stage_ranks
     for transfer in body.sends:
         if ranks[transfer.dst] != ranks[transfer.src]:
-            yield "send", "pp", "forward", num_bytes(transfer.spec)
+            yield "send", "pp", "forward", num_bytes(transfer.sent(sizes))
+            if transfer.pieces is not None and transfer.grad:
+                yield "all_gather", transfer.pieces.axis, "backward", num_bytes(transfer.spec)
     for transfer in body.receives:
+        if transfer.pieces is not None:
+            yield "all_gather", transfer.pieces.axis, "forward", num_bytes(transfer.spec)
         if transfer.grad and ranks[transfer.dst] != ranks[transfer.src]:
-            yield "send", "pp", "backward", num_bytes(transfer.spec)
+            yield "send", "pp", "backward", num_bytes(transfer.sent(sizes))
 
 
 def is_recomputed(block: BlockCode, found: Flow) -> bool:

@@ -4,6 +4,9 @@ Between two ranks, each kind of traffic in each direction is a channel of its ow
 channel have no tags: the schedule is known everywhere, so a receiver posts its receives in the order in which the sender sends.
 That order is all that NCCL offers and it works for gloo alike. Sends never block: with the schedule's own check
 (runtime/schedule.py) a step cannot deadlock.
+
+A value that travels in pieces (runtime/program.py) is cut before it is sent and gathered when it is received; the ranks that gather run
+the same actions, so that they do it in one order.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,21 +23,19 @@ import torch.distributed as dist
 
 from runtime.action import Action, Schedule
 from runtime.call import dtype_of
+from runtime.collective import Part, raw_all_gather, raw_slice
 from runtime.errors import CommunicationError, StageError
-from runtime.instr import TensorSpec
-from runtime.mesh import Mesh
-from runtime.program import StageCode, Transfer
+from runtime.mesh import Axis, Mesh
+from runtime.program import Chunk, StageCode, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One value of one micro-batch on its way. `is_grad`: its gradient, back from dst to src."""
 
-    value: str
-    src: int  # stages of the value, also for its gradient
-    dst: int
+    transfer: Transfer
     micro_batch: int
-    is_grad: bool
+    is_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,13 @@ def known_transfers(stages: tuple[StageCode, ...], rows: int) -> tuple[Transfer,
     return tuple(found[key] for key in sorted(found))
 
 
-def after(action: Action, transfers: tuple[Transfer, ...]) -> Iterator[tuple[Message, TensorSpec]]:
+def after(action: Action, transfers: tuple[Transfer, ...]) -> Iterator[Message]:
     """What leaves a stage after an action, in a fixed order."""
     for t in transfers:
         if action.kind == "F" and t.src == action.stage:
-            yield Message(t.value, t.src, t.dst, action.micro_batch, False), t.spec
+            yield Message(t, action.micro_batch)
         if action.kind in ("B", "BI") and t.dst == action.stage and t.grad:
-            yield Message(t.value, t.src, t.dst, action.micro_batch, True), t.spec
+            yield Message(t, action.micro_batch, is_grad=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,6 @@ class _Coming:
     """A message that a peer will send after position `sent_at` of its actions."""
 
     message: Message
-    spec: TensorSpec
     sent_at: int
 
 
@@ -108,29 +109,38 @@ class Post:
         for rank, own in enumerate(self.actions):
             for position, action in enumerate(own):
                 self._positions[action] = position
-                for message, spec in after(action, self.transfers[action.micro_batch]):
+                for message in after(action, self.transfers[action.micro_batch]):
                     channel = self._channel(message)
                     if rank != me and channel.receiver == me:
-                        self._coming.setdefault(channel, deque()).append(_Coming(message, spec, position))
+                        self._coming.setdefault(channel, deque()).append(_Coming(message, position))
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {name: axis.size for name, axis in self.mesh.axes.items()}
 
     def _channel(self, message: Message) -> Channel:
-        src, dst = self.stage_ranks[message.src], self.stage_ranks[message.dst]
+        src, dst = self.stage_ranks[message.transfer.src], self.stage_ranks[message.transfer.dst]
         return Channel(dst, src, True) if message.is_grad else Channel(src, dst, False)
 
     def _read_at(self, message: Message) -> int:
         if not message.is_grad:
-            return self._positions[Action("F", message.dst, message.micro_batch)]
-        whole = Action("B", message.src, message.micro_batch)
-        return self._positions[whole if whole in self._positions else Action("BI", message.src, message.micro_batch)]
+            return self._positions[Action("F", message.transfer.dst, message.micro_batch)]
+        whole = Action("B", message.transfer.src, message.micro_batch)
+        return self._positions[whole if whole in self._positions else replace(whole, kind="BI")]
+
+    def _pieces(self, message: Message) -> tuple[Part, Axis] | None:
+        chunk: Chunk | None = message.transfer.pieces
+        return None if chunk is None else (Part(chunk.dim, chunk.outer, chunk.size, chunk.inner), self.mesh.axis(chunk.axis))
 
     def send(self, message: Message, value: torch.Tensor) -> None:
         """Hand a value over; returns at once."""
         channel = self._channel(message)
         if channel.sender == channel.receiver:
+            assert message.transfer.pieces is None, "what stays on a rank is handed over whole"
             self._local[message] = value.detach()
             return
-        axis = self.mesh.axis("pp")
-        buffer = value.detach().contiguous()
+        axis, pieces = self.mesh.axis("pp"), self._pieces(message)
+        buffer = value.detach().contiguous() if pieces is None else raw_slice(value.detach(), *pieces)
         start = axis.recorder.mark()
         work = dist.isend(buffer, axis.ranks[channel.receiver], group=self.mesh.channels[channel.name])
         axis.recorder.add("send", "pp", buffer.nbytes, start)
@@ -144,7 +154,8 @@ class Post:
         axis = self.mesh.axis("pp")
         while message not in self._posted:
             coming = self._coming[channel].popleft()
-            buffer = torch.empty(coming.spec.shape, dtype=dtype_of(coming.spec.dtype), device=self.mesh.device)
+            spec = coming.message.transfer.sent(self._sizes)
+            buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device)
             work = dist.irecv(buffer, axis.ranks[channel.sender], group=self.mesh.channels[channel.name])
             self._posted[coming.message] = (coming, work, buffer)
 
@@ -156,7 +167,8 @@ class Post:
         coming, work, buffer = self._posted.pop(message)
         self._wait(work, message, "receive")
         self._release(self._channel(message).sender, coming.sent_at)
-        return buffer
+        pieces = self._pieces(message)
+        return buffer if pieces is None else raw_all_gather(buffer, *pieces)
 
     def _release(self, peer: int, position: int) -> None:
         """Let go of what the peer has read: it has come to `position`, since it sent a message from there."""
@@ -176,7 +188,7 @@ class Post:
         assert not self._local and not self._posted and not any(self._coming.values()), "a value was sent that nobody read"
 
     def _wait(self, work: Any, message: Message, kind: str) -> None:
-        start_s = time.perf_counter()
+        start_s, t = time.perf_counter(), message.transfer
         try:
             self.mesh.guard.wait_transfer(work, self.mesh.device)
         except StageError:
@@ -184,6 +196,6 @@ class Post:
         except RuntimeError as error:
             what = "gradient of " if message.is_grad else ""
             raise CommunicationError(
-                f"rank {self.mesh.rank}: {kind} of {what}{message.value!r}, stage {message.src} -> {message.dst}, micro-batch {message.micro_batch}, "
+                f"rank {self.mesh.rank}: {kind} of {what}{t.value!r}, stage {t.src} -> {t.dst}, micro-batch {message.micro_batch}, "
                 f"on axis 'pp' failed after {time.perf_counter() - start_s:.1f} s of at most {self.mesh.timeout_s:g} s: {error}"
             ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from autoplan.forecast import Forecast
@@ -57,6 +58,7 @@ def manual_plan(
     tensor: Axes | None = None,
     shares: tuple[int, ...] = (),
     order: tuple[str, ...] = (),
+    gathers: bool = False,
 ) -> Plan:
     """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split). `tensor`: the tensor axes,
     where they are others than ("tp", tp)."""
@@ -80,7 +82,7 @@ def manual_plan(
         num_chunks=1,
         precision=precision,
         optimizer="sgd",
-        stages=even_stages(graph, pp),
+        stages=tuple(replace(stage, gathers=gathers) for stage in even_stages(graph, pp)),
         blocks=blocks,
         forecast=NO_FORECAST,
         gap=0.0,

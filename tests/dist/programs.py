@@ -81,6 +81,7 @@ class Setup:
     stage_ranks: tuple[int, ...] = ()
     compression: str = ""
     delay: int = 0
+    pieces: bool = False  # what tensor ranks hold alike is sent in pieces
 
     @property
     def world_size(self) -> int:
@@ -164,17 +165,19 @@ def _stage(s: Setup, index: int, all_rows: list[int], ids: Feed, labels: Feed) -
     for rows in all_rows:
         spec = TensorSpec((rows, SEQ, HIDDEN), s.dtype)
         receives, sends = [], []
+        cut = next((Chunk("tp", dim, 1, size, 1) for dim, size in enumerate(spec.shape) if size % s.tp == 0), None) if s.pieces else None
+        h0_cut = cut if s.stages[0] != s.stages[-1] else None
         trains = [s.num_frozen <= layers.start - 1 if s.num_frozen else True]
         if not first:
-            receives.append(Transfer(f"h{layers.start}", index - 1, index, spec, trains[0]))
+            receives.append(Transfer(f"h{layers.start}", index - 1, index, spec, trains[0], cut))
         if not last:
-            sends.append(Transfer(f"h{layers.stop}", index, index + 1, spec, not s.num_frozen or s.num_frozen <= layers.stop - 1))
+            sends.append(Transfer(f"h{layers.stop}", index, index + 1, spec, not s.num_frozen or s.num_frozen <= layers.stop - 1, cut))
         if last and num_stages > 2:
-            receives.append(Transfer("h0", 0, index, spec, not s.num_frozen))
+            receives.append(Transfer("h0", 0, index, spec, not s.num_frozen, h0_cut))
         if first and num_stages > 2:
-            sends.append(Transfer("h0", 0, num_stages - 1, spec, not s.num_frozen))
+            sends.append(Transfer("h0", 0, num_stages - 1, spec, not s.num_frozen, h0_cut))
         if num_stages == 2:
-            (receives if last else sends).append(Transfer("h0", 0, 1, spec, not s.num_frozen))
+            (receives if last else sends).append(Transfer("h0", 0, 1, spec, not s.num_frozen, h0_cut))
         blocks = [_embed_block(spec)] if first else []
         blocks += [_layer_block(s, i, spec) for i in layers]
         if last:

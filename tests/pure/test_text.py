@@ -13,6 +13,7 @@ from runtime.text import text
 from tests.dist.programs import Setup, build
 
 SETUPS = [Setup(), Setup(pp=2, dp=2, tp=2, zero=3, num_micro_batches=3, num_rows=14), Setup(dp=4, zero=2, zero_group=2, schedule="gpipe", recompute="full")]
+SETUPS += [Setup(pp=2, tp=2, pieces=True)]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
