@@ -9,26 +9,29 @@ all parameters and to reduce all gradients over the ranks that share states, eve
     T >= X / n                     some stage has its share of   X = m W + sums of gradients (ZeRO-0), and for ZeRO-1, -2, -3
                                    X = max(m W, (m-1) W + max(F, G) + max(B, R)),  max(m W, (m-1) F + max(F, G) + m max(B, R)),
                                    max(m W, m (max(F, G) + max(B, G + R)));  sums instead of inner maxima where nothing overlaps;
-                                   the optimizer added
+                                   the optimizer added, and gathers and reductions of one block that nothing hides
     T >= max(F, G) + max(B, R)     the first forward passes all stages, and gathers there; then the last backward, and reduces (ZeRO-3:
-                                   max(B, G + R))
-    T >= W + (m-1) b_j + k f_j     1F1B, k = max(0, m - n + j): the first backward of stage j waits for a forward through all
+                                   max(B, G + R)); every stage gathers and reduces one block that nothing hides, and sends
+    T >= V + (m-1) b_j + k f_j     1F1B, k = max(0, m - n + j): the first backward of stage j waits for a forward through all
                                    stages and the backwards behind it; by then stage j has done m - k forwards; the last
-                                   backward passes the stages before it
-    T >= W + (m-1) w_j             GPipe: all forwards, then all backwards
+                                   backward passes the stages before it, or the stage's gradients are summed and its optimizer runs.
+                                   V: W and sends, or the first forwards with what they gather and B (autoplan/slots.py)
+    T >= V + (m-1) w_j             GPipe: all forwards, then all backwards
 
-The last two bind the commonest pattern: N blocks, of which stage j has n_j <= cap_j, so that the least t with
-sum of min(t / g_j, cap_j) >= N is added to W; g_j = k w + (m - 1 - k) b of one block. Memory gives the caps: a stage keeps
-the states of its blocks, divided over all that can divide them, and of every micro-batch it holds what every option saves,
-or what enters the blocks if they are recomputed. A way of storing without room for all blocks is no plan; infinity says that none is.
+The last two bind the commonest pattern: N blocks, of which stage j has a whole number n_j <= cap_j, so that the least t with
+sum of min(floor(t / g_j), cap_j) >= N is added to V; g_j = k w + (m - 1 - k) b of one block, beside the first and the last block where they must
+be. Memory gives the caps: a stage keeps the states of its blocks, divided over all that can divide them, and of every micro-batch it holds what every
+option saves, or what enters the blocks if they are recomputed. A way of storing without room for all blocks is no plan; infinity says that none is.
 
 Where a rank has several stages (interleaved, ZB-V) or the backward pass is split, p ranks: rank r is never busy before the forwards,
 nor (backward passes in one) after the backwards, of the r stages before its first, which hold the first r blocks at least. Their
-seconds a_r, in order, give  T >= (X + sum of a_r) / p,  and the schedule's order gives more (autoplan/paths.py).
+seconds a_r, in order, give  T >= (X + sum of a_r) / p,  some rank has N / p of the commonest blocks, rounded up, and the schedule's order gives more
+(autoplan/paths.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +47,7 @@ from autoplan.load import BUCKET_BYTES
 from autoplan.price import Pricer, axis_group, itemsize
 from autoplan.problem import Budget, Item
 from autoplan.replay import Step
+from autoplan.slots import Block, Slots, slots_of
 from costmodel.memory import Widths
 from costmodel.opkey import RankGroup
 
@@ -65,6 +69,7 @@ class Least:
     repeated_s: float = 0.0  # what selective recomputation repeats
     kept_bytes: int = 0  # and keeps beside what enters
     repeated_bytes: int = 0  # and makes again, of `saved_bytes`
+    leave_bytes: int = 0  # of values with a gradient that other blocks read
 
     def again_s(self, recompute: str) -> float:
         return {"none": 0.0, "selective": self.repeated_s, "full": self.forward_s}[recompute] if self.is_recomputed else 0.0
@@ -93,11 +98,12 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
         sizes = {
             name: math.prod(outline.graph.values[name].spec.shape) // local.degree // weight_parts(local, name) // local.parameter_parts(name) for name in names
         }
-        entering = []
+        entering, leaving = [], []
         for boundary in boundaries:
-            enters, _ = outline.boundary_of(number, boundary)
-            kept = ((name, layout) for name, layout in enters.items() if outline.graph.values[name].requires_grad)
-            entering.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
+            enters, leaves = outline.boundary_of(number, boundary)
+            for sizes_of, given in ((entering, enters.items()), (leaving, [pair for pair in leaves if pair[0] in outline.crossing])):
+                kept = ((name, layout) for name, layout in given if outline.graph.values[name].requires_grad)
+                sizes_of.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
         found[pattern] = Least(
             outline.counts[pattern],
             block.layer or not has_layers,
@@ -112,6 +118,7 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
             sum(min(0.0 if choice.kept else choice.forward_s for choice in item.choices) for item in items),
             sum(min(sum(size for _, size in choice.kept) for choice in item.choices) for item in items),
             _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept)),
+            min(leaving, default=0),
         )
     return found
 
@@ -128,6 +135,7 @@ def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int, l
     return extra + sum(kept.values())
 
 
+_HALVINGS = 20  # of a search for the least seconds
 Counts = Callable[[str, tuple[int, ...], int], tuple[int, ...]]  # (schedule, stage ranks, micro-batches) -> held on each rank
 
 
@@ -158,43 +166,140 @@ class Bounds:
         n, m = step.num_ranks, step.num_micro_batches
         again = {p: b.again_s(recompute) for p, b in blocks.items()}
         total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items())
+        bound = m * max(b.seconds + again[p] for p, b in blocks.items())
+        slots = self._slots(blocks, step, again)
+        gather_s, reduce_s = self._exposed(slots, step)
+        sent_s = self._sent_s(blocks, step)
+        crossings = sum(a != b for a, b in itertools.pairwise(step.stage_ranks))
+        first_s, last_s = slots.first_s + len(step.stage_ranks) * gather_s, slots.last_s + len(step.stage_ranks) * reduce_s
+        bound = max(bound, first_s + last_s + 2 * crossings * sent_s)
+        if step.is_split or n < len(step.stage_ranks):
+            return max(bound, self._in_parts_s(blocks, slots, step, again, caps if counts is least_held else None, sent_s))
         forward = sum(b.count * b.forward_s for b in blocks.values())
         backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
-        name, main = _main(blocks)
-        bound = m * max(b.seconds + again[p] for p, b in blocks.items())
-        if step.is_split or n < len(step.stage_ranks):
-            return max(bound, self._in_parts_s(blocks, step, recompute, caps if counts is least_held else None))
-        bound = max(bound, ramp(total, n, m))
-        gather, scatter = self._moved(blocks, step)
-        first, last = _beside(step, forward, gather), _beside(step, backward, scatter + (gather if step.zero == 3 else 0.0))
-        bound = max(bound, first + last, self._share(blocks, step, total, forward, backward) / n)
+        often = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}.get(step.zero, (0, 0))  # gathers and reductions that nothing hides
+        bound = max(bound, ramp(total, n, m), self._share(blocks, step, total, forward, backward) / n + often[0] * gather_s + often[1] * reduce_s)
         if n > 1:
-            bound = max(bound, total + _fill(self._each(main, again[name], step), caps, main.count))
+            plain = total + 2 * crossings * sent_s
+            moved = first_s + slots.backward_s + 2 * crossings * sent_s
+            bound = max(bound, self._chains(blocks, slots, step, caps, plain, 0.0), self._chains(blocks, slots, step, caps, moved, 1.0))
         return bound
 
-    def _in_parts_s(self, blocks: Mapping[str, Least], step: Step, recompute: str, caps: np.ndarray | None) -> float:
+    def _slots(self, blocks: Mapping[str, Least], step: Step, again: Mapping[str, float]) -> Slots:
+        width, shards = self.width, step.shards
+        group = axis_group(step.axes, "dp")
+        ranks = RankGroup(shards, group.stride, 0, group.concurrent)
+        is_moving = step.zero > 0 and shards > 1
+        tail_s = self.optimizer_s / max(shards, step.num_servers)
+        if step.zero == 0 and group.size > 1 and step.sync == "allreduce" and not step.sums.is_own:
+            tail_s += self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES * width.gradient
+        gathered, reduced = (dict.fromkeys(blocks, 0.0) for _ in range(2))
+        if is_moving and step.is_split:  # all of a stage's at once
+            elements, trained = (sum(b.count * getattr(b, name) for b in blocks.values()) for name in ("num_elements", "num_trained"))
+            gather_s = self.pricer.collective("all_gather", elements * width.parameter, ranks)
+            reduce_s = 0.0 if step.sums.is_own else self.pricer.collective("reduce_scatter", trained * width.gradient, ranks)
+            gathered = {p: gather_s * b.num_elements / max(1, elements) for p, b in blocks.items()}
+            reduced = {p: reduce_s * b.num_trained / max(1, trained) for p, b in blocks.items()}
+        elif is_moving:
+            gathered = {p: self.pricer.collective("all_gather", b.num_elements * width.parameter, ranks) for p, b in blocks.items()}
+            if not step.sums.is_own:
+                reduced = {p: self.pricer.collective("reduce_scatter", b.num_trained * width.gradient, ranks) for p, b in blocks.items()}
+        known = {}
+        for p, b in blocks.items():
+            backward_s = max(0.0, b.backward_s + again[p] - (b.weights_s if step.is_split else 0.0))
+            rest_s = max(0.0, b.seconds + again[p] - b.forward_s - backward_s)
+            own_tail_s = tail_s * b.num_trained if p in self._unshared else 0.0
+            known[p] = Block(b.count, b.forward_s, backward_s, rest_s, own_tail_s, gathered[p], reduced[p])
+        return slots_of(known, step)
+
+    @staticmethod
+    def _exposed(slots: Slots, step: Step) -> tuple[float, float]:
+        """Seconds of a stage's first gather and last reduction, of its largest unit, which nothing hides."""
+        if not step.zero or step.shards == 1 or step.is_split or not step.overlap:
+            return 0.0, 0.0
+        most = max if len(step.stage_ranks) == 1 else min
+        return most(slot.gather_s for slot in slots.each.values()), most(slot.reduce_s for slot in slots.each.values())
+
+    def _sent_s(self, blocks: Mapping[str, Least], step: Step) -> float:
+        """Seconds of the least transfer between stages on different ranks."""
+        p = step.num_ranks
+        graph = self.outline.graph
+        num_bytes = min((blocks[graph.blocks[number].pattern].leave_bytes for number in self.outline.blocks[:-1]), default=0)
+        if p == 1 or not num_bytes:
+            return 0.0
+        apart = dict.fromkeys(abs(a - b) for a, b in itertools.pairwise(step.stage_ranks) if a != b)
+        line = axis_group(step.axes, "pp")
+        return min(self.pricer.collective("send", num_bytes, RankGroup(2, line.stride * distance, 0, line.stride)) for distance in apart)
+
+    def _chains(self, blocks: Mapping[str, Least], slots: Slots, step: Step, caps: np.ndarray, base_s: float, moved: float) -> float:
+        """Chains of one stage a rank: `base_s` and what the stages' own blocks add; `moved`: whether what moves beside a last backward counts."""
+        n, m = len(step.stage_ranks), step.num_micro_batches
+        name, main = _main(blocks)
+        free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
+
+        def each(pattern: str) -> np.ndarray:
+            slot = slots.each[pattern]
+            rest_s = 0.0 if slots.forward_is_moved or slots.backward_is_moved else slot.rest_s
+            return free * (slot.forward_s + rest_s) + (m - 1) * slot.backward_s + moved * (slot.last_backward_s - slot.backward_s)
+
+        costs, spent = each(name), np.zeros(n)
+        for number, stage in ((self.outline.blocks[0], 0), (self.outline.blocks[-1], n - 1)):  # where they must be
+            pattern = self.outline.graph.blocks[number].pattern
+            if pattern != name:
+                spent[stage] += each(pattern)[stage]
+        caps = np.floor(caps)
+        least = _fill(costs, caps, main.count)
+        slot = slots.each[name]
+        tails = (costs + slot.last_backward_s + slot.tail_s, slot.backward_s, base_s - slots.backward_s) if moved and slot.tail_s else None
+
+        def is_enough(t: float) -> bool:
+            counts = np.minimum(caps, np.floor(np.maximum(0.0, t - spent) / np.maximum(costs, 1e-30) * (1 + 1e-9)))
+            if tails is None or counts.sum() < main.count:
+                return bool(counts.sum() >= main.count)
+            own, back_s, before_s = tails
+            placed = 0.0
+            for most, cost in zip(counts.tolist(), own.tolist(), strict=True):  # the stages behind j hold what those up to it do not
+                room = base_s + t - before_s - back_s * (main.count - placed)
+                placed += min(most, max(0.0, math.floor(room / max(cost - back_s, 1e-30) * (1 + 1e-9))))
+            return placed >= main.count
+
+        low, high = least, 2 * least + float(costs.max() + spent.max()) + slot.tail_s * main.count
+        if low <= 0.0 or is_enough(low):
+            return base_s + low
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return base_s + low
+
+    def _in_parts_s(self, blocks: Mapping[str, Least], slots: Slots, step: Step, again: Mapping[str, float], caps: np.ndarray | None, sent_s: float) -> float:
         """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
         p, m = step.num_ranks, step.num_micro_batches
-        again = {name: b.again_s(recompute) for name, b in blocks.items()}
         total = sum(b.count * (b.seconds + again[name]) for name, b in blocks.items())
         forward = sum(b.count * b.forward_s for b in blocks.values())
         backward = sum(b.count * (b.backward_s + again[name]) for name, b in blocks.items())
-        inputs = {name: max(0.0, b.backward_s + again[name] - (b.weights_s if step.is_split else 0.0)) for name, b in blocks.items()}
-        chain_s = forward + sum(b.count * inputs[name] for name, b in blocks.items())
         graph = self.outline.graph
         first = [graph.blocks[number].pattern for number in self.outline.blocks[: p - 1]]
-        alone = np.cumsum([0.0, *(blocks[name].forward_s + (0.0 if step.is_split else blocks[name].backward_s + again[name]) for name in first)])
-        bound = max(chain_s, (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p)
+        alone = np.cumsum([0.0, *(slots.each[name].first_forward_s + (0.0 if step.is_split else slots.each[name].last_backward_s) for name in first)])
+        name, main = _main(blocks)
+        bound = max(
+            (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p,
+            -(-main.count // p) * m * (main.seconds + again[name]),  # some rank has so many
+        )
         if caps is not None:
-            known = np.array([[b.forward_s, inputs[name]] for name, b in blocks.items()])
-            rest = np.array([max(0.0, b.seconds + again[name] - b.forward_s - inputs[name]) for name, b in blocks.items()])
-            counts = np.array([b.count for b in blocks.values()])
+            known = np.array([
+                [s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()
+            ])  # fmt: skip
+            rest = np.array([s.rest_s for s in slots.each.values()])
+            counts = np.array([s.count for s in slots.each.values()])
             whole = np.array([*(counts @ known), counts @ rest])
-            proportion = tuple(int(share) for share in np.round(paths.PARTS * whole / max(whole.sum(), 1e-30)))
-            times = paths.weights(step.schedule, step.stage_ranks, m, proportion)  # [stage, kind]
-            cheapest = times[:, : 3 if step.is_split else 2].min(axis=1)
-            costs = times[:, :2] @ known.T + cheapest[:, None] * rest  # [stage, pattern]
-            bound = max(bound, float(counts @ costs.min(axis=0)))
+            unit = max(whole[0] + whole[1] + whole[-1], 1e-30)
+            proportion = tuple(int(share) for share in np.round(paths.PARTS * np.minimum(whole / unit, paths.PARTS)))
+            times, sends = paths.weights(step.schedule, step.stage_ranks, m, proportion)  # [stage, kind]
+            held = [times[:, 0] + (0.0 if slots.first_is_moved else times[:, 3]), times[:, 1] + (0.0 if slots.last_is_moved else times[:, 4])]
+            held = [0.0 * own if is_moved else own for own, is_moved in zip(held, (slots.forward_is_moved, slots.backward_is_moved), strict=True)]
+            held += [times[:, 2] + times[:, 5]] if step.is_split else []
+            costs = times @ known.T + np.min(held, axis=0)[:, None] * rest  # [stage, pattern]
+            bound = max(bound, float(counts @ costs.min(axis=0)) + sends * sent_s)
         return bound
 
     def _each(self, main: Least, again_s: float, step: Step) -> np.ndarray:
