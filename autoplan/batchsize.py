@@ -156,10 +156,14 @@ def batch_size_schedule(
     plan's global batch times 1/4 .. 16. `start`: the first size, default the plan's, else the smallest. `every`: updates between searches.
     `trial_rows`: rows that every size is tried on, default 8 batches of the largest size. `margin`: by how much a held-back loss may be
     above the best and still not be worse. `throughput`: rows a second of a size, default what the planner predicts. Raises UsageError for
-    sizes that the plan cannot divide.
+    sizes that the plan cannot divide, and for asynchronous plans.
     """
     if isinstance(model, ParallelModel):
         assert optimizer is not None
+        if model.plan.sync == "async":
+            raise UsageError(
+                "batch sizes are tried from one state that is brought back, and asynchronous servers keep weights of their own: use sync='allreduce' or 'ps'"
+            )
         unit = _unit(model)
         found = tuple(sizes) if sizes is not None else tuple(s for s in _around(model.plan.global_batch) if s % unit == 0)
         wrong = [size for size in found if size % unit]

@@ -56,6 +56,7 @@ class ParallelModel:
         self._calls: Calls | None = None
         self._unset = without_values(model)
         self._programs: Programs | None = None
+        self._alone: Programs | None = None  # of the steps that this rank does without the others
         self._meshes: Meshes | None = None
 
     def prepare(self, batch: Batch) -> None:
@@ -72,7 +73,9 @@ class ParallelModel:
         batch = cast_batch(batch, precision)
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
         mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
-        self._programs = Programs(shape_key(batch, plan.global_batch), graph, plan, self._captured_again)
+        self._programs, self._alone = (
+            Programs(shape_key(batch, plan.global_batch), graph, plan, self._captured_again, is_shared=is_shared) for is_shared in (True, False)
+        )
         self._plan, self._meshes = plan, Meshes(plan, mesh)
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = dense_source(self._model, graph)
@@ -89,8 +92,13 @@ class ParallelModel:
 
     def _program(self, batch: Batch, rows: int, kind: str, mesh: Mesh) -> Program:
         """The program of this rank for a batch of `rows` rows."""
-        assert self._programs is not None
-        return self._programs.find(batch, rows, kind, mesh, is_shared=not self._steps_alone(kind))
+        return self._programs_of(kind).find(batch, rows, kind, mesh)
+
+    def _programs_of(self, kind: str) -> Programs:
+        """Shapes that one rank alone has seen are kept apart: all ranks have to agree on what is new in a call of all."""
+        found = self._alone if self._steps_alone(kind) else self._programs
+        assert found is not None
+        return found
 
     def _steps_alone(self, kind: str) -> bool:
         """Whether this rank does it without the others: a step of an asynchronous worker."""
@@ -112,25 +120,27 @@ class ParallelModel:
         before, after = lower(old, graph), lower(plan, graph)
         mesh = self._meshes.of(plan, executor.mesh)
         own = lower(plan, graph, data_rank=mesh.axis("dp").index)[mesh.axis("pp").index]
-        self._programs.restart(plan, own)
-        self._plan = plan
         if rests_alike(before, after):
             executor.rebind(own, dense_source(self._model, graph))
+            self._programs.restart(plan, own)
+            self._plan = plan
             return 0
-        made = Executor(
-            own,
-            mesh,
-            shapes_source(self._model, graph),
-            seed=executor.seed,
-            random_by_element=True,
-            loss_scale=executor.loss_scale,
-            backend=self._settings.compile_backend,
-        )
-        made.num_steps = executor.num_steps
-        sides = [Side(each.residents, each.mesh, each.program.stage_ranks) for each in (executor, made)]
         with told():
+            executor.finish_saving()  # the next executor knows nothing of what this one writes
+            made = Executor(
+                own,
+                mesh,
+                shapes_source(self._model, graph),
+                seed=executor.seed,
+                random_by_element=True,
+                loss_scale=executor.loss_scale,
+                backend=self._settings.compile_backend,
+            )
+            made.num_steps = executor.num_steps
+            sides = [Side(each.residents, each.mesh, each.program.stage_ranks) for each in (executor, made)]
             moved = move(sides[0], sides[1], optimizer)
-        self._executor, self._calls = made, Calls(mesh)
+        self._programs.restart(plan, own)
+        self._plan, self._executor, self._calls = plan, made, Calls(mesh)
         protect(made.trainable)
         return moved
 
@@ -246,8 +256,7 @@ class ParallelModel:
                 check_data(content, executor.mesh, is_share=isinstance(batch, Share) or num_rows(content) != rows)
         program = self._program(content, rows, kind, executor.mesh)
         if program is not executor.program:
-            assert self._programs is not None
-            graph = self._programs.graph(content, program.global_rows)
+            graph = self._programs_of(kind).graph(content, program.global_rows)
             executor.rebind(program, dense_source(self._model, graph))
         return executor
 
@@ -297,8 +306,11 @@ class ParallelModel:
     def finish(self) -> Record | None:
         """End an asynchronous run: every rank calls it after its last step, in its own time; returns once all have, with the servers' last
         weights in every replica, and what happened (runtime/order.py). None for plans whose ranks step together."""
-        if self.executor.worker is None:
+        worker = self.executor.worker
+        if worker is None:
             return None
+        if not worker.has_started:
+            raise UsageError("pm.finish() ends a run that has not begun: no servers work before pm.optimizer(...) is made")
         with told():
             return self.executor.finish()
 

@@ -23,11 +23,11 @@ _MAX_SHAPES = 8  # captured input shapes that are kept
 class Programs:
     """Graphs, plans and programs by input shape. The first graph and plan, those that were planned for, are never dropped.
 
-    `capture` captures a batch of another shape.
+    `capture` captures a batch of another shape. `is_shared`: all ranks call `find` alike, and take what the first one captures.
     """
 
-    def __init__(self, key: str, graph: Graph, plan: Plan, capture: Callable[[Batch], Graph]) -> None:
-        self._capture = capture
+    def __init__(self, key: str, graph: Graph, plan: Plan, capture: Callable[[Batch], Graph], *, is_shared: bool) -> None:
+        self._capture, self._is_shared = capture, is_shared
         self._first_key = key
         self._graphs: OrderedDict[str, tuple[Graph, Plan]] = OrderedDict({key: (graph, plan)})
         self._programs: dict[tuple[str, str], Program] = {}
@@ -41,14 +41,11 @@ class Programs:
         """The graph of a shape that has a program."""
         return self._graphs[shape_key(batch, rows)][0]
 
-    def find(self, batch: Batch, rows: int, kind: str, mesh: Mesh, *, is_shared: bool) -> Program:
-        """The program of this rank for a batch of `rows` rows; captures again for inputs of another shape. `kind`: "train" or "evaluate".
-
-        `is_shared`: all ranks call it, and take what the first one captures.
-        """
+    def find(self, batch: Batch, rows: int, kind: str, mesh: Mesh) -> Program:
+        """The program of this rank for a batch of `rows` rows; captures again for inputs of another shape. `kind`: "train" or "evaluate"."""
         key = shape_key(batch, rows)
         if key not in self._graphs:
-            self._capture_again(with_rows(batch, rows), key, is_shared=is_shared)
+            self._capture_again(with_rows(batch, rows), key)
         if (key, kind) not in self._programs:
             graph, plan = self._graphs[key]
             if kind != "train":
@@ -57,11 +54,11 @@ class Programs:
             self._programs[(key, kind)] = programs[mesh.axis("pp").index]
         return self._programs[(key, kind)]
 
-    def _capture_again(self, batch: Batch, key: str, *, is_shared: bool) -> None:
+    def _capture_again(self, batch: Batch, key: str) -> None:
         """Capture inputs of another shape and carry the plan's decisions over: same operators, other sizes. Numbers that the model
         computes from its sizes (a mean written as sum / x.shape[0]) are right only for the shape that they were captured with."""
         first_graph, plan = self.first
-        graph = from_first_rank(lambda: self._capture(batch)) if is_shared else self._capture(batch)
+        graph = from_first_rank(lambda: self._capture(batch)) if self._is_shared else self._capture(batch)
         self._graphs[key] = (arranged(graph, plan), retarget(plan, first_graph, graph))
         if len(self._graphs) > _MAX_SHAPES:
             oldest = list(self._graphs)[1]

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from autoplan.errors import UnsupportedOpError, UsageError
 from autoplan.faults import told
 from autoplan.optimizers import ELEMENTWISE, is_torch
-from runtime.collective import raw_all_reduce
+from runtime.collective import everyone, raw_all_reduce
 from runtime.executor import Executor
 from runtime.partition import Piece
-from runtime.servers import everyone
+from runtime.state import NUMBERS
 from runtime.storage import Resident
 
 
@@ -165,7 +165,7 @@ def _joined(resident: Resident, own: list[tuple[Piece, Any]]) -> dict[str, Any]:
 def _cut(state: dict[str, Any], piece: Piece, device: torch.device) -> dict[str, Any]:
     """The state of one piece."""
     return {
-        key: value.reshape(-1)[piece.start : piece.stop].clone().to(device) if isinstance(value, torch.Tensor) and value.dim() else _copy(value)
+        key: value.reshape(-1)[piece.start : piece.stop].clone().to(device) if isinstance(value, torch.Tensor) and key not in NUMBERS else _copy(value)
         for key, value in state.items()
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,12 +28,14 @@ class Background(Generic[T]):
         if self._stream is None:
             threading.Thread(target=self._run, name="runtime-background", daemon=True).start()
 
-    def start(self, work: Callable[[], T]) -> None:
-        """Begin; what `work` reads must stay as it is until `result`."""
+    def start(self, work: Callable[[], T], reads: Iterable[torch.Tensor] = ()) -> None:
+        """Begin; what `work` reads must stay as it is until `result`. `reads`: those tensors among it that may be freed before."""
         if self._stream is None:
             self._work.put(work)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in reads:  # their memory must not be given to the main stream again before this one has read it
+            tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream), torch.no_grad():
             self._over.put((work(), None))
 

@@ -7,7 +7,8 @@ Dense tensors of float32 or float64 under the parameter's own name, s a stage an
 
 Read under a plan with as many data ranks that gathers sums alike, every rank gets its own again: training goes on as if it had not stopped.
 Under any other plan the sum of a parameter's residuals, over ranks, owners and stages, is kept: of E each data rank of the parameter's
-first stage gets E / p. Where nothing is compressed, E is added to the gradients of the next step, and so are pending sums where nothing is late.
+first stage gets E / p, before the sum over tied stages. Where nothing is compressed, E is added to the complete gradients of the next step, on every
+stage that keeps a copy of the parameter, and so are pending sums where nothing is late.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def written(reducer: Reducer | None, carried: Iterable[tuple[Resident, torch.Ten
     """(name, dense tensor) of what this rank has to write. All ranks iterate."""
     others_first = all(axis.index == 0 for name, axis in mesh.axes.items() if name not in ("pp", "dp"))
     dp = mesh.axis("dp")
-    pending = dict(carried)
+    pending = {r: r.local(grad) for r, grad in carried if r.stage == min(r.stored.stages)}  # every copy of a tied parameter carries the same
     if reducer is not None:
         for resident, total in reducer.pending:
             pending[resident] = pending[resident] + total if resident in pending else total
@@ -56,44 +57,38 @@ def written(reducer: Reducer | None, carried: Iterable[tuple[Resident, torch.Ten
 
 
 def restored(reducer: Reducer | None, residents: Iterable[Resident], names: Iterable[str], read: Read, mesh: Mesh) -> list[tuple[Resident, torch.Tensor]]:
-    """Give the reducer what a checkpoint says; returns what is to be added to the gradients of the next step."""
+    """Give the reducer what a checkpoint says; returns what is to be added to the gradients of the next step, each parameter once."""
     kept: dict[str, list[str]] = {}
     for name in names:
         fqn, mark, _ = name.rpartition("@")
         if mark:
             kept.setdefault(fqn, []).append(name)
     residents = [r for r in residents if r.stored.kind == "parameter" and r.stored.requires_grad]
-    own = {fqn: found for r in residents for fqn in (r.stored.fqn, *r.stored.aliases) if (found := kept.get(fqn))}
     carried: list[tuple[Resident, torch.Tensor]] = []
     pending: list[tuple[Resident, torch.Tensor]] = []
     if reducer is not None and reducer.residuals is not None:
+        reducer.settle()  # a sum in the background changes residuals
         reducer.residuals.clear()
+    is_late = reducer is not None and bool(reducer.delay)
     compressed = {} if reducer is None or reducer.residuals is None else {r: i for i, r in enumerate(reducer.gradients)}
     for resident in residents:
-        found = next((own[fqn] for fqn in (resident.stored.fqn, *resident.stored.aliases) if fqn in own), [])
+        found = next((kept[fqn] for fqn in (resident.stored.fqn, *resident.stored.aliases) if fqn in kept), [])
         is_first = resident.stage == min(resident.stored.stages)
         late = [name for name in found if "@pending." in name]
         unsent = [name for name in found if "@pending." not in name]
         if resident in compressed and _same_ranks(reducer, resident, unsent, mesh):
             _give_back(reducer, compressed[resident], resident, unsent, read, mesh)
             unsent = []
-        if not is_first:
-            continue
-        if unsent:
-            total = _total(unsent, read)
-            if resident in compressed:
-                assert reducer is not None and reducer.residuals is not None and reducer.layout is not None
-                local = cut(total / mesh.axis("dp").size, resident.stored.chunks, mesh).to(mesh.device)
-                reducer.residuals.own[compressed[resident]].copy_(columns_of(local, reducer.layout.matrices[compressed[resident]]))
-            else:
-                carried.append((resident, resident.like(_local(resident, total))))
-        if late:
-            local = _local(resident, _total(late, read))
-            if reducer is not None and reducer.delay:
-                pending.append((resident, local))
-            else:
-                carried.append((resident, resident.like(local)))
-    if reducer is not None and reducer.delay:
+        if unsent and is_first and resident in compressed:
+            assert reducer is not None and reducer.residuals is not None and reducer.layout is not None
+            local = cut(_total(unsent, read) / mesh.axis("dp").size, resident.stored.chunks, mesh).to(mesh.device)
+            reducer.residuals.own[compressed[resident]].copy_(columns_of(local, reducer.layout.matrices[compressed[resident]]))
+        if late and is_first and is_late:
+            pending.append((resident, _local(resident, _total(late, read))))
+        to_add = (unsent if resident not in compressed else []) + (late if not is_late else [])
+        if to_add:
+            carried.append((resident, resident.like(_local(resident, _total(to_add, read)))))
+    if reducer is not None and is_late:
         reducer.restore(pending)
     return carried
 

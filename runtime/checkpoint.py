@@ -1,7 +1,8 @@
 """Checkpoints that any plan and world size can load: dense tensors under the model's own names.
 
     PATH/index.json             version, number of steps, hyperparameters, file and shape of each tensor
-    PATH/model-P-I.safetensors  parameters and buffers of "pp" coordinate P, file I; optimizer state beside them as "name::state"
+    PATH/model-P-I.safetensors  of writer P, file I. Writer P is the first rank of "pp" coordinate P: parameters and buffers, optimizer state beside
+                                them as "name::state"; or, P = number of coordinates + rank, any rank: what it carries (runtime/carry.py)
 
 PATH is the old checkpoint or the new one, never a part of one (runtime/saving.py). All ranks have to see the same file system.
 """
@@ -22,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.errors import CheckpointError
 from runtime.mesh import Mesh
-from runtime.saving import Saving, Writer, existing, finish, replace, scratch_of, write_whole
+from runtime.saving import Saving, Writer, existing, fail, finish, replace, scratch_of, write_whole
 from runtime.scaling import LossScale
-from runtime.state import gather_all, is_first_of_stage, owned
+from runtime.state import fitted, gather_all, is_first_of_stage, owned
 from runtime.storage import Resident
 
 VERSION = 1
@@ -75,33 +76,43 @@ def save(
     more = [(name, dense.to("cpu", copy=True).contiguous()) for name, dense in carried]
     num_stages, is_carried = mesh.axis("pp").size, any(mesh.guard.exchange("carries" if more else None, f"saving {path}", mesh.timeout_s))
 
-    def carry() -> None:
+    def write(gathered: Iterator[tuple[str, torch.Tensor]]) -> None:
+        _drained(writer if is_writer else None, gathered, scalars)
         if is_carried:
             own = Writer(scratch, num_stages + mesh.rank)
             own.write(more)
             own.end({})
 
-    def work() -> None:
-        carry()
-        if is_writer:
-            writer.write(kept or tensors)
-            writer.end(scalars)
+    def close() -> None:
         if mesh.rank == 0:
             finish(path, num_stages + (mesh.world_size if is_carried else 0), index, mesh.timeout_s)
 
-    def gather() -> None:
-        kept.extend(tensors)
-        if wait:
-            carry()
+    def in_background() -> None:
+        try:
+            write(iter(kept))
+        except Exception as error:
+            fail(scratch, f"rank {mesh.rank} could not write its part of {path}: {error}")
+            raise
+        close()
 
-    if not wait:
-        together(mesh, gather, f"saving {path}")
-        return Saving(work)
-    if not is_writer:
-        together(mesh, gather, f"saving {path}")
-    else:
-        together(mesh, work, f"saving {path}")
-    return Saving()
+    if wait:
+        together(mesh, lambda: write(tensors), f"saving {path}")
+        together(mesh, close, f"saving {path}")
+        return Saving()
+    together(mesh, lambda: kept.extend(tensors), f"saving {path}")
+    return Saving(in_background)
+
+
+def _drained(writer: Writer | None, gathered: Iterator[tuple[str, torch.Tensor]], scalars: dict[str, Any]) -> None:
+    """Write all (None: nothing) that `gathered` gives. It is iterated to its end also where the disk fails: the others of the stage gather with this rank."""
+    try:
+        if writer is not None:
+            writer.write(gathered)
+    finally:
+        for _ in gathered:
+            pass
+    if writer is not None:
+        writer.end(scalars)
 
 
 def _fresh(scratch: Path) -> None:
@@ -147,11 +158,7 @@ def export(path: str | os.PathLike, residents: tuple[Resident, ...], mesh: Mesh,
                     yield name, dense
 
     def work() -> None:
-        for _ in () if is_writer else named():
-            pass
-        if is_writer:
-            writer.write(_on_cpu(named(), is_writer=True))
-            writer.end({})
+        _drained(writer if is_writer else None, _on_cpu(named(), is_writer=is_writer), {})
 
     def close() -> None:
         if mesh.rank:
@@ -293,5 +300,6 @@ def _read_state(reader: Reader, resident: Resident, fqn: str, *, is_whole: bool)
         else:
             entry = reader.scalars[name]
             dtype = getattr(torch, entry["dtype"].removeprefix("torch."), None) if entry["dtype"].startswith("torch.") else None
-            state[key] = torch.tensor(entry["value"], dtype=dtype) if dtype else (int if entry["dtype"] == "int" else float)(entry["value"])
+            number = torch.tensor(entry["value"], dtype=dtype) if dtype else (int if entry["dtype"] == "int" else float)(entry["value"])
+            state[key] = number if is_whole else fitted(resident, key, number)
     return state

@@ -17,14 +17,13 @@ has the backward pass of autoplan's layout table:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from runtime.errors import CommunicationError, StageError
+from runtime.errors import failing
 from runtime.mesh import Axis
 
 # Named all_gather_single and reduce_scatter_single from torch 2.13 on.
@@ -63,24 +62,27 @@ def complete(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) ->
 
     Raises CommunicationError naming rank, axis and kind, and StageError where another rank fails meanwhile.
     """
-    start_s, start = time.perf_counter(), axis.recorder.mark()
-    try:
+    start = axis.recorder.mark()
+    with failing(lambda: f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)})", axis.timeout_s):
         work = issue()
         if work is not None:
             axis.guard.wait_collective(work, axis.device, axis.timeout_s)
-    except StageError:
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)}) failed after "
-            f"{time.perf_counter() - start_s:.1f} s of at most {axis.timeout_s:g} s: {error}"
-        ) from error
     return start
 
 
 def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
     """`complete`, recorded as one collective."""
     axis.recorder.add(kind, axis.name, num_bytes, complete(axis, kind, num_bytes, issue))
+
+
+def everyone(axis: Axis, value: Any) -> list[Any]:
+    """`value` of every rank of an axis, in order. All of them call it. Raises CommunicationError."""
+    if axis.size == 1:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    with axis.guard.waiting(), failing(lambda: f"rank {axis.rank}: exchange of objects on axis {axis.name!r} (ranks {list(axis.ranks)})", axis.timeout_s):
+        dist.all_gather_object(found, value, group=axis.group)
+    return found
 
 
 def raw_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -95,7 +95,6 @@ class Executor:
         for code in self._codes:
             if code.program is program:
                 self.code = code
-                self._at = self._own if program.sync == "async" else self.mesh
                 return
         for stage in program.stages:
             kept = {r.stored.name: r.stored for r in self.storages[stage.index].residents}
@@ -106,14 +105,21 @@ class Executor:
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
             self.storages[stage.index].check_readers(stage)
         self.mesh.guard.is_new = True
-        self._at = self._own if program.sync == "async" else self.mesh
-        self.code = make_ready(program, self.storages, self._at, dense, self._backend)
+        self.code = make_ready(program, self.storages, self._ranks_of(program), dense, self._backend)
         self._codes.append(self.code)
         del self._codes[:-_MAX_CODES]
 
     @property
     def program(self) -> Program:
         return self.code.program
+
+    @property
+    def _at(self) -> Mesh:
+        return self._ranks_of(self.program)
+
+    def _ranks_of(self, program: Program) -> Mesh:
+        """The ranks that run a program together."""
+        return self._own if program.sync == "async" else self.mesh
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
+from runtime.collective import everyone
 from runtime.mesh import Mesh
 
 
@@ -24,11 +24,7 @@ def suspicion(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
 def not_finite(grads: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> tuple[str, ...]:
     """Names of parameters, anywhere in the job, whose gradient is not finite; `grads` by name. All ranks call it."""
     own = [name for name, grad in grads if not bool(torch.isfinite(grad).all())]
-    told: list[list[str]] = [own]
-    if mesh.world_size > 1:
-        told = [[] for _ in range(mesh.world_size)]
-        dist.all_gather_object(told, own)
-    return tuple(sorted({name for names in told for name in names}))
+    return tuple(sorted({name for names in everyone(mesh.world, own) for name in names}))
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.errors import CheckpointError
+from runtime.collective import everyone
+from runtime.errors import CheckpointError, failing
 from runtime.mesh import Mesh
-from runtime.state import is_first_of_stage, owned
+from runtime.state import fitted, is_first_of_stage, owned
 from runtime.storage import Resident
 
 
@@ -57,7 +58,7 @@ def move(old: Side, new: Side, optimizer: torch.optim.Optimizer | None = None) -
     """
     mine = tuple(r for r in owned(old.residents, old.mesh, old.stage_ranks) if r.stored.kind != "constant")
     listing = _Listing(old.mesh.axis("pp").index, old.mesh.rank, tuple(_items(mine, optimizer)), _groups(old, optimizer))
-    listings = [each for each in _everyone(listing if is_first_of_stage(old.mesh) else None, old.mesh) if each is not None]
+    listings = [each for each in everyone(old.mesh.world, listing if is_first_of_stage(old.mesh) else None) if each is not None]
     targets: dict[str, list[Resident]] = {}
     for resident in new.residents:
         targets.setdefault(resident.stored.fqn, []).append(resident)
@@ -74,7 +75,9 @@ def move(old: Side, new: Side, optimizer: torch.optim.Optimizer | None = None) -
                 if not item.key:
                     resident.write(value)
                 elif isinstance(resident.tensor, torch.nn.Parameter):
-                    states.setdefault(resident.tensor, {})[item.key] = resident.like(resident.cut(value)) if item.dtype is not None else _copy(value)
+                    states.setdefault(resident.tensor, {})[item.key] = (
+                        resident.like(resident.cut(value)) if item.dtype is not None else fitted(resident, item.key, _copy(value))
+                    )
     if optimizer is not None:
         _take_over(optimizer, new, states, {fqn: group for each in listings for fqn, group in each.groups.items()})
     return moved
@@ -111,7 +114,8 @@ def _sent(dense: torch.Tensor | None, item: _Item, sender: int, mesh: Mesh) -> t
         dense = torch.empty(item.shape, dtype=item.dtype, device=mesh.device)
     dense = dense.contiguous()
     if mesh.world_size > 1 and dense.numel():
-        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=sender)
+        with mesh.guard.waiting(), failing(lambda: f"rank {mesh.rank}: broadcast of {item.fqn} from rank {sender}", mesh.timeout_s):
+            dist.broadcast(dense.reshape(-1).view(torch.uint8), src=sender)
     return dense
 
 
@@ -124,14 +128,6 @@ def _groups(side: Side, optimizer: torch.optim.Optimizer | None) -> dict[str, in
         return {}
     where = {id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     return {r.stored.fqn: where[id(r.tensor)] for r in side.residents if id(r.tensor) in where}
-
-
-def _everyone(own: _Listing | None, mesh: Mesh) -> list[_Listing | None]:
-    if mesh.world_size == 1:
-        return [own]
-    told: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(told, own)
-    return told
 
 
 def _take_over(optimizer: torch.optim.Optimizer, new: Side, states: dict[torch.Tensor, dict[str, Any]], groups: dict[str, int]) -> None:

@@ -17,7 +17,7 @@ Sources: Seide et al. 2014; CNTK's useAsyncAggregation (double buffering); Tang 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -85,9 +85,8 @@ class Reducer:
             return [*zip(self.gradients, self._sums(own), strict=True), *others]
         last = self.drain()
         self.mesh.recorder.absorb(self._axis.recorder)
-        work = self._work(own)
         assert self._background is not None
-        self._background.start(work)
+        self._background.start(lambda: self._sums(own), own)
         self._is_running, self._late = True, others
         return last
 
@@ -120,10 +119,6 @@ class Reducer:
             self._late = list(found.items())
 
     # -- sums -----------------------------------------------------------------------------------------------------------
-
-    def _work(self, grads: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """The sums as a function to be called once, by any thread."""
-        return lambda: self._sums(grads)
 
     def _sums(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.layout is None or self.residuals is None or (self.codec == "1bit-adam" and not (self.momenta is not None and self.momenta.is_frozen)):

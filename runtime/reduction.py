@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtime.collective import wait
-from runtime.errors import CommunicationError, StageError
+from runtime.errors import failing
 from runtime.mesh import Axis, Mesh
 from runtime.storage import Resident
 
@@ -122,13 +121,14 @@ def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch
 
     def send(tensor: torch.Tensor, to: int) -> None:
         start = axis.recorder.mark()
-        _awaited(dist.isend(tensor, axis.ranks[to], group=up if to > me else down), f"send of a tied gradient to rank {axis.ranks[to]}", mesh)
+        with failing(lambda: f"rank {mesh.rank}: send of a tied gradient to rank {axis.ranks[to]} on axis 'pp'", mesh.timeout_s):
+            mesh.guard.wait_transfer(dist.isend(tensor, axis.ranks[to], group=up if to > me else down), mesh.device)
         axis.recorder.add("send", "tied", tensor.nbytes, start)
 
     def receive(source: int) -> torch.Tensor:
         buffer = torch.empty_like(own, memory_format=torch.contiguous_format)
-        work = dist.irecv(buffer, axis.ranks[source], group=up if me > source else down)
-        _awaited(work, f"receive of a tied gradient from rank {axis.ranks[source]}", mesh)
+        with failing(lambda: f"rank {mesh.rank}: receive of a tied gradient from rank {axis.ranks[source]} on axis 'pp'", mesh.timeout_s):
+            mesh.guard.wait_transfer(dist.irecv(buffer, axis.ranks[source], group=up if me > source else down), mesh.device)
         return buffer
 
     if me != first:
@@ -140,12 +140,3 @@ def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch
     for other in others:
         send(total, other)
     return total
-
-
-def _awaited(work: Any, what: str, mesh: Mesh) -> None:
-    try:
-        mesh.guard.wait_transfer(work, mesh.device)
-    except StageError:
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(f"rank {mesh.rank}: {what} on axis 'pp' failed: {error}") from error

@@ -6,14 +6,14 @@ two ranks arrive in the order in which they were sent.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from runtime.errors import CommunicationError, StageError
+from runtime.errors import failing
 from runtime.mesh import Axis
 
 
@@ -27,7 +27,6 @@ class Hop:
     outgoing: torch.Tensor  # kept until it has left
     works: tuple[Any, ...]
     start: Any
-    start_s: float = field(default_factory=time.perf_counter)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the rank before, of the shapes of those that left here. Recorded as one "send".
@@ -35,16 +34,9 @@ class Hop:
         Raises CommunicationError naming rank, axis and bytes, and StageError where another rank fails meanwhile.
         """
         axis = self.axis
-        try:
+        with _hopping(axis, self.outgoing):
             for work in self.works:
                 axis.guard.wait_transfer(work, axis.device)
-        except StageError:
-            raise
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {axis.rank}: a hop of {self.outgoing.nbytes} bytes round the ring of axis {axis.name!r} (ranks {list(axis.ranks)}) failed after "
-                f"{time.perf_counter() - self.start_s:.1f} s of at most {axis.timeout_s:g} s: {error}"
-            ) from error
         axis.recorder.add("send", axis.name, self.outgoing.nbytes, self.start)
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         return tuple(part.view(shape) for part, shape in zip(self.incoming.split(sizes), self.shapes, strict=True))
@@ -57,5 +49,11 @@ def pass_on(tensors: tuple[torch.Tensor, ...], axis: Axis) -> Hop:
     incoming = torch.empty_like(outgoing)
     start = axis.recorder.mark()
     to, source = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, to, axis.group), dist.P2POp(dist.irecv, incoming, source, axis.group)])
+    with _hopping(axis, outgoing):
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, to, axis.group), dist.P2POp(dist.irecv, incoming, source, axis.group)])
     return Hop(axis, tuple(tuple(t.shape) for t in tensors), incoming, outgoing, tuple(works), start)
+
+
+def _hopping(axis: Axis, outgoing: torch.Tensor) -> AbstractContextManager[None]:
+    what = f"a hop of {outgoing.nbytes} bytes round the ring of axis"
+    return failing(lambda: f"rank {axis.rank}: {what} {axis.name!r} (ranks {list(axis.ranks)})", axis.timeout_s)

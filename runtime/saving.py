@@ -1,7 +1,8 @@
 """Writing a checkpoint: what a rank writes, in the background or not, and the one moment at which the new one replaces the old.
 
     1  every rank gathers; the first rank of each stage keeps (background) or writes (else) dense tensors, FILE_BYTES at a time
-    2  each writer ends with part-P.json, which names what it wrote; that file is there whole or not at all
+    2  each writer ends with part-P.json, which names what it wrote; that file is there whole or not at all; a background writer that cannot
+       write leaves failed.txt
     3  rank 0, once all parts are there, writes index.json and renames: PATH -> .PATH.old, .PATH.partial -> PATH, .PATH.old goes
 
 A process that dies in 1 or 2 leaves PATH as it was. One that dies between the two renames leaves .PATH.old whole, which is what
@@ -16,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from runtime.errors import CheckpointError
 
 FILE_BYTES = 2**31
 _POLL_S = 0.05
+_FAILED = "failed.txt"
 
 
 def scratch_of(path: Path) -> Path:
@@ -42,7 +45,7 @@ def existing(path: Path) -> Path:
 
 @dataclass(eq=False)
 class Writer:
-    """Writes the tensors of "pp" coordinate `place` into `folder`, in files of about `file_bytes`."""
+    """Writes the tensors of one writer into `folder`, in files of about `file_bytes`. `place` is its number (runtime/checkpoint.py)."""
 
     folder: Path
     place: int
@@ -89,12 +92,21 @@ def _to_disk(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def fail(scratch: Path, text: str) -> None:
+    """Tell `finish` that a part will not come: best effort, where the disk takes no more."""
+    with suppress(OSError):
+        write_whole(scratch / _FAILED, text)
+
+
 def finish(path: Path, num_parts: int, index: dict[str, Any], timeout_s: float) -> None:
-    """Wait for all parts, then put the new checkpoint in the place of the old. Raises CheckpointError where a part does not come."""
+    """Wait for all parts, then put the new checkpoint in the place of the old. Raises CheckpointError where a part does not come, at once
+    where its writer says so (`fail`)."""
     scratch = scratch_of(path)
     parts = [scratch / f"part-{place}.json" for place in range(num_parts)]
     end_s = time.monotonic() + timeout_s
     while missing := [part.name for part in parts if not part.exists()]:
+        if (scratch / _FAILED).exists():
+            raise CheckpointError(f"{(scratch / _FAILED).read_text(encoding='utf-8')}; the checkpoint before stays")
         if time.monotonic() > end_s:
             raise CheckpointError(f"{', '.join(missing)} of {path} did not come within {timeout_s:g} s; the checkpoint before stays")
         time.sleep(_POLL_S)

@@ -12,7 +12,6 @@ Every tensor is dealt by runtime/partition.py. Source: Li et al. 2014; MXNet's d
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.collective import raw_all_reduce
-from runtime.errors import CommunicationError, StageError
-from runtime.mesh import Axis, Mesh
+from runtime.errors import failing
+from runtime.mesh import Mesh
 from runtime.partition import Bucket, Piece, Tensor, buckets, partition
 from runtime.storage import Resident
 
@@ -154,34 +153,17 @@ class Servers:
         """Run messages to their ends. Raises CommunicationError naming the peer, StageError where another rank fails."""
         if not transfers:
             return
-        axis, start_s = self.axis, time.perf_counter()
-        now = transfers[0]
-        try:
+        axis, now = self.axis, transfers[0]
+        with failing(lambda: f"rank {axis.rank}: {now.what} rank {axis.ranks[now.peer]}", axis.timeout_s):
             operations = [dist.P2POp(dist.isend if t.is_send else dist.irecv, t.buffer, axis.ranks[t.peer], axis.group) for t in transfers]
             works: list[Any] = dist.batch_isend_irecv(operations)
             for place, work in enumerate(works):
                 now = transfers[min(place, len(transfers) - 1)]
                 axis.guard.wait_transfer(work, axis.device)
-        except StageError:
-            raise
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {axis.rank}: {now.what} rank {axis.ranks[now.peer]} failed after {time.perf_counter() - start_s:.1f} s "
-                f"of at most {axis.timeout_s:g} s: {error}"
-            ) from error
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of which every rank has what it serves and zeros elsewhere, whole on all data ranks, which all call it."""
         return raw_all_reduce(tensor, self.axis)
-
-
-def everyone(axis: Axis, value: Any) -> list[Any]:
-    """`value` of every rank of an axis, in order."""
-    if axis.group is None:
-        return [value]
-    found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, value, group=axis.group)
-    return found
 
 
 def _turns(by_server: Sequence[Sequence[Bucket]]) -> Iterable[tuple[Bucket, ...]]:

@@ -26,6 +26,8 @@ class Snapshot:
 def snapshot(executor: Executor) -> Snapshot:
     """A copy of what training changes. All ranks call it."""
     reducer = executor.reducer
+    if reducer is not None:
+        reducer.settle()  # a sum in the background changes residuals
     residuals = (*reducer.residuals.own, *reducer.residuals.owned) if reducer is not None and reducer.residuals is not None else ()
     with torch.no_grad():
         return Snapshot(
@@ -41,6 +43,8 @@ def snapshot(executor: Executor) -> Snapshot:
 def revert(executor: Executor, state: Snapshot) -> None:
     """Go back to a snapshot, which can be used again; gradients are gone. All ranks call it."""
     reducer = executor.reducer
+    if reducer is not None:
+        reducer.settle()
     with torch.no_grad():
         for resident, tensor in zip(executor.residents, state.tensors, strict=True):
             resident.local().copy_(tensor)

@@ -10,11 +10,23 @@ import torch
 import torch.distributed as dist
 
 from runtime.call import dtype_of
+from runtime.collective import everyone
+from runtime.errors import failing
 from runtime.instr import TensorSpec
 from runtime.mesh import Mesh
 from runtime.storage import Resident
 
 Pick = Callable[[Resident], torch.Tensor | None]  # the parameter, its gradient, a piece of optimizer state
+
+
+NUMBERS = ("step", "mu_product", "eta", "mu")  # state of torch's optimizers that is one number whatever the parameter's shape
+
+
+def fitted(resident: Resident, key: str, value: Any) -> Any:
+    """One number of a parameter's optimizer state, as it is kept here: under ZeRO a scalar parameter is a divided vector of one element, and
+    so is its state."""
+    is_elementwise = isinstance(value, torch.Tensor) and key not in NUMBERS and resident.stored.spec.shape == ()
+    return resident.like(resident.cut(value.to(resident.tensor.device))) if is_elementwise and resident.is_sharded else value
 
 
 def is_first_of_stage(mesh: Mesh) -> bool:
@@ -43,13 +55,10 @@ def collect(residents: tuple[Resident, ...], mesh: Mesh, stage_ranks: tuple[int,
     """
     mine = owned(residents, mesh, stage_ranks)
     pp, out = mesh.axis("pp"), {}
-    names: list[list[tuple[str, tuple[str, ...], TensorSpec]]] = [[] for _ in range(pp.size)]
-    own_names = [(r.stored.fqn, r.stored.aliases, replace(r.stored.spec, dtype=r.stored.at_rest)) for r in mine if pick(r) is not None]
-    if pp.group is not None:
-        dist.all_gather_object(names, own_names, group=pp.group)
-    else:
-        names = [own_names]
-    for coordinate, listed in enumerate(names):
+    own_names: list[tuple[str, tuple[str, ...], TensorSpec]] = [
+        (r.stored.fqn, r.stored.aliases, replace(r.stored.spec, dtype=r.stored.at_rest)) for r in mine if pick(r) is not None
+    ]
+    for coordinate, listed in enumerate(everyone(pp, own_names)):
         tensors = gather_all(mine, pick) if pp.index == coordinate else None
         for fqn, aliases, spec in listed:
             dense = next(tensors)[1] if tensors is not None else None
@@ -67,14 +76,15 @@ def collect(residents: tuple[Resident, ...], mesh: Mesh, stage_ranks: tuple[int,
 def _bring(dense: torch.Tensor | None, spec: TensorSpec, coordinate: int, mesh: Mesh) -> torch.Tensor | None:
     """Send a tensor from a "pp" coordinate to the first one."""
     pp, group = mesh.axis("pp"), mesh.channels["forward down"]
-    if dense is not None:
-        dist.send(dense.contiguous(), pp.ranks[0], group=group)
+    if dense is None and pp.index != 0:
         return None
-    if pp.index != 0:
-        return None
-    buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
-    dist.recv(buffer, pp.ranks[coordinate], group=group)
-    return buffer
+    with mesh.guard.waiting(), failing(lambda: f"rank {mesh.rank}: bringing a tensor from rank {pp.ranks[coordinate]} to {pp.ranks[0]}", mesh.timeout_s):
+        if dense is not None:
+            dist.send(dense.contiguous(), pp.ranks[0], group=group)
+            return None
+        buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=mesh.device)
+        dist.recv(buffer, pp.ranks[coordinate], group=group)
+        return buffer
 
 
 def load(residents: tuple[Resident, ...], dense: Callable[[str], torch.Tensor | None]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-
+from runtime.collective import everyone
 from runtime.mesh import Mesh
 from runtime.record import Interval
 
@@ -51,9 +50,6 @@ def _event(rank: int, interval: Interval, offset_s: float) -> MeasuredEvent:
 
 def timeline(mesh: Mesh) -> tuple[MeasuredEvent, ...]:
     """The events of all ranks in the last step, on every rank, zero at the first of them. All ranks call it."""
-    told: list[tuple[MeasuredEvent, ...]] = [own_events(mesh)]
-    if mesh.world_size > 1:
-        told = [()] * mesh.world_size
-        dist.all_gather_object(told, own_events(mesh))
+    told: list[tuple[MeasuredEvent, ...]] = everyone(mesh.world, own_events(mesh))
     start_s = min((event.start_s for own in told for event in own), default=0.0)
     return tuple(replace(event, start_s=event.start_s - start_s, end_s=event.end_s - start_s) for own in told for event in own)

@@ -11,9 +11,9 @@ the same actions, so that they do it in one order.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from runtime.action import Action, Schedule
 from runtime.call import dtype_of
 from runtime.collective import Part, raw_all_gather, raw_slice
-from runtime.errors import CommunicationError, StageError
+from runtime.errors import failing
 from runtime.mesh import Axis, Mesh
 from runtime.program import Chunk, StageCode, Transfer
 
@@ -142,7 +142,8 @@ class Post:
         axis, pieces = self.mesh.axis("pp"), self._pieces(message)
         buffer = value.detach().contiguous() if pieces is None else raw_slice(value.detach(), *pieces)
         start = axis.recorder.mark()
-        work = dist.isend(buffer, axis.ranks[channel.receiver], group=self.mesh.channels[channel.name])
+        with self._failing(message, "send"):
+            work = dist.isend(buffer, axis.ranks[channel.receiver], group=self.mesh.channels[channel.name])
         axis.recorder.add("send", "pp", buffer.nbytes, start)
         self._sends.append(_Sent(message, channel.receiver, self._read_at(message), work, buffer))
 
@@ -156,7 +157,8 @@ class Post:
             coming = self._coming[channel].popleft()
             spec = coming.message.transfer.sent(self._sizes)
             buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device)
-            work = dist.irecv(buffer, axis.ranks[channel.sender], group=self.mesh.channels[channel.name])
+            with self._failing(coming.message, "receive"):
+                work = dist.irecv(buffer, axis.ranks[channel.sender], group=self.mesh.channels[channel.name])
             self._posted[coming.message] = (coming, work, buffer)
 
     def receive(self, message: Message) -> torch.Tensor:
@@ -188,14 +190,12 @@ class Post:
         assert not self._local and not self._posted and not any(self._coming.values()), "a value was sent that nobody read"
 
     def _wait(self, work: Any, message: Message, kind: str) -> None:
-        start_s, t = time.perf_counter(), message.transfer
-        try:
+        with self._failing(message, kind):
             self.mesh.guard.wait_transfer(work, self.mesh.device)
-        except StageError:
-            raise
-        except RuntimeError as error:
-            what = "gradient of " if message.is_grad else ""
-            raise CommunicationError(
-                f"rank {self.mesh.rank}: {kind} of {what}{t.value!r}, stage {t.src} -> {t.dst}, micro-batch {message.micro_batch}, "
-                f"on axis 'pp' failed after {time.perf_counter() - start_s:.1f} s of at most {self.mesh.timeout_s:g} s: {error}"
-            ) from error
+
+    def _failing(self, message: Message, kind: str) -> AbstractContextManager[None]:
+        def what() -> str:
+            t, of = message.transfer, "gradient of " if message.is_grad else ""
+            return f"rank {self.mesh.rank}: {kind} of {of}{t.value!r}, stage {t.src} -> {t.dst}, micro-batch {message.micro_batch}, on axis 'pp'"
+
+        return failing(what, self.mesh.timeout_s)

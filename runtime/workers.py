@@ -13,16 +13,17 @@ Waiting for an answer ends with an error of any rank, and where a worker makes n
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from runtime.errors import CommunicationError, StageError
+from runtime.collective import everyone
+from runtime.errors import StageError, failing
 from runtime.mesh import Mesh
 from runtime.order import Record
 from runtime.parameter_server import MakeOptimizer, ParameterServer
@@ -152,10 +153,7 @@ class Worker:
     def record(self) -> Record:
         """What happened, from all servers. All ranks call it, after `finish`."""
         own = None if self.server is None else (tuple(self.server.exchanges), self.server.updates)
-        told: list[Any] = [own]
-        if self._group is not None:
-            told = [None] * self.axis.size
-            dist.all_gather_object(told, own, group=self._group)
+        told = everyone(replace(self.axis, group=self._group), own)
         found = [told[server] for server in self.servers]
         return Record(self.axis.size, self.servers, self.bound, tuple(log for log, _ in found), tuple(updates for _, updates in found))
 
@@ -173,7 +171,8 @@ class Worker:
                         _apply(self.server, axis.index, request, step, part.unpacked(grads) if grads else None, rates)
                     else:
                         header = torch.tensor([request, step, *rates], dtype=torch.float64)
-                        sent += [(t, dist.isend(t, axis.ranks[part.server], self._group, _REQUESTS), part.server) for t in (header, *grads)]
+                        with self._failing(part.server, "push to"):
+                            sent += [(t, dist.isend(t, axis.ranks[part.server], self._group, _REQUESTS), part.server) for t in (header, *grads)]
                     for grad in grads:
                         recorder.add("push", axis.name, grad.nbytes, start)
                 for _, work, server in sent:
@@ -183,7 +182,8 @@ class Worker:
                 for part in self._parts:
                     if part.server != axis.index:
                         messages = part.buffers()
-                        works = [dist.irecv(t, axis.ranks[part.server], self._group, _ANSWERS) for t in messages]
+                        with self._failing(part.server, "pull from"):
+                            works = [dist.irecv(t, axis.ranks[part.server], self._group, _ANSWERS) for t in messages]
                         coming.append((part, messages, works))
                 for part in self._parts:
                     if part.server == axis.index:
@@ -211,16 +211,11 @@ class Worker:
             self._weight(piece).copy_(weight)
 
     def _wait(self, work: Any, server: int, what: str) -> None:
-        start_s = time.perf_counter()
-        try:
+        with self._failing(server, what):
             self.axis.guard.wait_transfer(work, torch.device("cpu"))
-        except StageError:
-            raise
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.axis.rank}, step {self.steps}: {what} the server on rank {self.axis.ranks[server]} failed after "
-                f"{time.perf_counter() - start_s:.1f} s: {error}"
-            ) from error
+
+    def _failing(self, server: int, what: str) -> AbstractContextManager[None]:
+        return failing(lambda: f"rank {self.axis.rank}, step {self.steps}: {what} the server on rank {self.axis.ranks[server]}")
 
     # -- the server's threads -----------------------------------------------------------------------------------------------
 

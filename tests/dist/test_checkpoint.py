@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
+import autoplan
 from runtime.errors import CheckpointError
 from runtime.saving import Writer
 from tests.dist import resumes
@@ -168,6 +171,90 @@ def test_what_a_background_write_fails_with_is_raised_by_the_next_call(tmp_path:
         executor.finish_saving()
     with pytest.raises(CheckpointError, match="no space left"):
         executor.save(tmp_path / "c")
+
+
+def _cannot_write(folder: str) -> list[tuple[str, float]]:
+    """What a save ends with where the second stage's disk is full, at once and in the background, and after how many seconds."""
+    executor, _ = make_executor(Setup(pp=2))
+    executor.save(f"{folder}/c")
+    found = []
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("runtime.saving.save_file", full)
+        for wait in (True, False):
+            start_s = time.monotonic()
+            with pytest.raises(CheckpointError) as error:
+                executor.save(f"{folder}/c", wait=wait)
+                executor.finish_saving()
+            found.append((str(error.value), time.monotonic() - start_s))
+    executor.load(f"{folder}/c")
+    return found
+
+
+def test_a_stage_that_cannot_write_ends_the_save_on_all_ranks_at_once(tmp_path: Path):
+    for found in run_ranks(_cannot_write, 2, str(tmp_path), timeout_s=100):
+        assert all("no space left" in text and seconds < 20 for text, seconds in found), found
+
+
+class Scaled(nn.Module):
+    """A scalar parameter beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(4, 3, dtype=torch.float64)), nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight.t()) * self.scale - 1).square().sum()
+
+
+def _scalars(folder: str) -> dict[str, list[float]]:
+    """Losses of four steps with Adam, by how they went on after two: in place, from a checkpoint, or moved."""
+    batch = {"x": torch.arange(24, dtype=torch.float64).view(8, 3) / 24}
+    torch.set_num_threads(1)
+
+    def make(zero: int) -> tuple[autoplan.ParallelModel, torch.optim.Optimizer]:
+        how = autoplan.Constraints(dp=2, zero=zero, micro_batch_size=4)
+        pm = autoplan.parallelize(Scaled(), batch, cluster="cpu:1x2", constraints=how, optimizer="adam")
+        return pm, torch.optim.Adam(pm.parameters(), lr=0.1)
+
+    def train(pm: autoplan.ParallelModel, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(pm.forward_backward(batch).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    found = {}
+    for zero, other in ((0, 1), (0, 3), (2, 0)):
+        pm, optimizer = make(zero)
+        first = train(pm, optimizer)
+        pm.save(f"{folder}/{zero}{other}", optimizer=optimizer)
+        later = make(other)
+        later[0].load(f"{folder}/{zero}{other}", optimizer=later[1])
+        found[f"loaded {zero} {other}"] = first + train(*later)
+        pm.move_to(make(other)[0].plan, optimizer)
+        found[f"moved {zero} {other}"] = first + train(pm, optimizer)
+    return found
+
+
+@pytest.mark.slow
+def test_the_optimizer_state_of_a_scalar_parameter_is_kept_between_zero_stages(tmp_path: Path):
+    model = Scaled()
+    optimizer, expected = torch.optim.Adam(model.parameters(), lr=0.1), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.arange(24, dtype=torch.float64).view(8, 3) / 24)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for found in run_ranks(_scalars, 2, str(tmp_path), timeout_s=150):
+        for how, losses in found.items():
+            assert losses == pytest.approx(expected, rel=1e-10), how
 
 
 def _exports(folder: str) -> None:

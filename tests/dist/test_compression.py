@@ -234,6 +234,25 @@ def _loaded(folder: str, left: list[dict[str, torch.Tensor]]) -> None:
             found = unsent(executor) if other.delay else _with_carried(executor)
             for fqn, total in expected.items():
                 torch.testing.assert_close(found[fqn], total, rtol=1e-12, atol=1e-14)
+        for other in (Setup(pp=2, dp=2, zero=3, num_micro_batches=1), Setup(pp=2, dp=2, zero=1, delay=1, num_micro_batches=1)):
+            _carries_to_every_copy(other, f"{folder}/{setup.compression}{setup.zero}{setup.delay}", expected["embed"])
+
+
+def _carries_to_every_copy(setup: Setup, path: str, expected: torch.Tensor) -> None:
+    """Both copies of the tied parameter leave the next step with all of what was not sent, and a checkpoint has it once."""
+    executor, _ = make_executor(setup)
+    executor.load(path)
+    torch.testing.assert_close(_with_carried(executor)["embed"], expected, rtol=1e-12, atol=1e-14)
+    tied = next(r for r in executor.trainable if r.stored.fqn == "embed")
+    grads = []
+    for _ in range(2):
+        executor.step(batch_of(9, setup.num_rows))
+        grads.append(tied.gather(tied.tensor.grad))
+        executor.zero_grad()
+    copies: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(copies, grads[0])
+    assert all(torch.equal(copy, copies[0]) for copy in copies), setup
+    torch.testing.assert_close(grads[0] if setup.delay else grads[0] - grads[1], expected, rtol=1e-9, atol=1e-12)
 
 
 def _with_carried(executor: Executor) -> dict[str, torch.Tensor]:
