@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from autoplan.clusterprices import prices_of
 from autoplan.constraints import Constraints
 from autoplan.errors import ClusterError, UsageError
 from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.plan import Plan
-from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from costmodel.memory import widths
@@ -47,7 +47,7 @@ def find_plan(
     """The best plan for training `model` on the global batch `batch` on `cluster` (None: this job's own ranks). No device of the cluster is needed.
 
     `model` may live on the meta device, or be a graph that was captured before. `prices` default to the analytic
-    model of the cluster. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
+    model of the cluster, and to measurements where its devices are paced. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
     """
     from autoplan.search import search
 
@@ -59,9 +59,7 @@ def find_plan(
     graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn, precision=precision)
     if graph.loss is None:
         warnings.warn(f"{graph.name} gives no loss, so the plan is one of its forward pass: to train, give labels in the batch, or loss_fn", stacklevel=2)
-    return search(
-        graph, found, prices or AnalyticPrices(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s
-    )
+    return search(graph, found, prices or prices_of(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
 
 
 def _example(model: torch.nn.Module, batch: Batch | None, num_devices: int) -> Batch:

@@ -139,15 +139,16 @@ def verify(
 @app.command()
 def profile(
     model: Model,
+    cluster: Annotated[str | None, typer.Option("--cluster", "-c", help="a YAML file of paced devices", show_default="this machine")] = None,
     ranks: Annotated[int, typer.Option(help="processes whose links are measured")] = 4,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     budget: Annotated[float, typer.Option(help="seconds for operators")] = 60.0,
 ) -> None:
-    """Measure a model's operators and this machine's links, into the cache of measured prices."""
+    """Measure a model's operators and this machine's links (or those of paced devices), into the cache of measured prices."""
     from autoplan.commands.profiling import profile_command
 
-    profile_command(model, ranks, global_batch, seq, budget)
+    profile_command(model, cluster, ranks, global_batch, seq, budget)
 
 
 @app.command()

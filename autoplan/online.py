@@ -20,6 +20,7 @@ import torch.distributed as dist
 from autoplan.agreement import from_first_rank
 from autoplan.api import load_cluster
 from autoplan.budget import Budget, Choice
+from autoplan.clusterprices import prices_of
 from autoplan.constraints import Constraints
 from autoplan.drift import Drift, grouped
 from autoplan.errors import InfeasibleError
@@ -32,7 +33,6 @@ from autoplan.price import precision_left
 from autoplan.replicas import kinds, operator_seconds, replicas
 from autoplan.search import search
 from autoplan.simulate import forecast
-from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from costmodel.prices import Prices
@@ -94,7 +94,7 @@ class OnlinePlanner:
             raise InfeasibleError(
                 f"the cluster {self._cluster.name} has {self._cluster.num_devices} devices, this job {self._world} ranks: describe this job's devices"
             )
-        self._prices: Prices = prices or AnalyticPrices(self._cluster)
+        self._prices: Prices = prices or prices_of(self._cluster)
         self._constraints = constraints or Constraints()
         self._cost: Cost = cost or (lambda plan, moved_bytes: float(moved_bytes))
         self._least_gain = least_gain

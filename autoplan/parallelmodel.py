@@ -11,6 +11,7 @@ import torch
 from autoplan.agreement import Calls, from_first_rank, share_weights
 from autoplan.api import Batch, load_cluster
 from autoplan.arrange import arranged
+from autoplan.clusterprices import prices_of
 from autoplan.deal import data_shares
 from autoplan.errors import UsageError
 from autoplan.faults import told
@@ -20,6 +21,7 @@ from autoplan.graph import Graph
 from autoplan.lower import lower
 from autoplan.moving import Meshes, check_move, rests_alike, shapes_source
 from autoplan.optimizers import protect
+from autoplan.pacing import pacer_of, rest_after_steps
 from autoplan.plan import Plan
 from autoplan.planoptimizer import make_optimizer
 from autoplan.precision import cast_batch
@@ -33,7 +35,6 @@ from autoplan.share import Share, check_data, share_of
 from autoplan.simulate import forecast
 from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder, dense_source, dense_state, without_values
-from costmodel.analytic import AnalyticPrices
 from costmodel.detect import detect
 from runtime.executor import Executor
 from runtime.guard import PATIENCE_S
@@ -83,8 +84,9 @@ class ParallelModel:
         self._calls = Calls(mesh)
         with told():
             self._executor = Executor(
-                program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend
-            )
+                program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend,
+                pacer=pacer_of(self._settings.cluster, plan, graph, mesh.rank),
+            )  # fmt: skip
         protect(self._executor.trainable, only_one_bit_adam=program.compression == "1bit-adam" and self._executor.reducer is not None)
 
     def _captured_again(self, batch: Batch) -> Graph:
@@ -135,6 +137,7 @@ class ParallelModel:
                 random_by_element=True,
                 loss_scale=executor.loss_scale,
                 backend=self._settings.compile_backend,
+                pacer=pacer_of(self._settings.cluster, plan, graph, mesh.rank),
             )
             made.num_steps = executor.num_steps
             sides = [Side(each.residents, each.mesh, each.program.stage_ranks) for each in (executor, made)]
@@ -301,7 +304,7 @@ class ParallelModel:
         UnsupportedOpError for an optimizer that needs all parameters in one place while they lie on several stages. Under 1-bit Adam `cls`
         is Adam or AdamW, and `warmup_steps` an option of it (autoplan/onebitadam.py).
         """
-        return make_optimizer(cls, list(self.parameters() if params is None else params), self.executor, self.plan, options)
+        return rest_after_steps(make_optimizer(cls, list(self.parameters() if params is None else params), self.executor, self.plan, options), self.executor)
 
     def finish(self) -> Record | None:
         """End an asynchronous run: every rank calls it after its last step, in its own time; returns once all have, with the servers' last
@@ -319,7 +322,7 @@ class ParallelModel:
         settings, (graph, plan) = self._settings, self._ready("forecast")._first
         cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(world_size())
         programs = lower(plan, graph, rows)
-        return forecast(programs, plan, graph, AnalyticPrices(cluster), overlap=cluster.device().kind == "cuda")
+        return forecast(programs, plan, graph, prices_of(cluster), overlap=cluster.device().kind == "cuda")
 
     def drain(self) -> bool:
         """With `delay=1`, after the last batch: add the pending sum to the gradients, as one more `forward_backward` would, without a

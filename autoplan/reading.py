@@ -99,6 +99,12 @@ class Reader:
             self._instr(instr, code, tally)
         return tally
 
+    def instruction(self, instr: Instr, code: BlockCode) -> Tally:
+        """The next instruction of a block alone."""
+        tally = Tally()
+        self._instr(instr, code, tally)
+        return tally
+
     def size(self, name: str) -> int:
         """Bytes of a local value as it is computed."""
         spec = self.specs[name]

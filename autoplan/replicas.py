@@ -164,17 +164,6 @@ def _worst(stages: Sequence[StageForecast], step_s: float) -> StageForecast:
     return replace(slow, idle_s=max(0.0, step_s - slow.busy_s), memory=full.memory, memory_limit_bytes=full.memory_limit_bytes)
 
 
-def paces(
-    programs: Sequence[Program], classes: Sequence[Replica], graph: Graph, prices: Prices, step: Step, precision: str | None
-) -> dict[int, dict[tuple[str, int], float]]:
-    """Data rank -> {(action kind, stage): seconds}, for paced devices (runtime/paced.py)."""
-    told: dict[int, dict[tuple[str, int], float]] = {}
-    for lane in _lanes(programs, classes, graph, prices, step, precision):
-        own = {(kind, s): t for s, time in enumerate(lane.times) for kind, t in (("F", time.forward_s), ("B", time.backward_s))}
-        told.update((member, own) for member in lane.replica.members)
-    return told
-
-
 def operator_seconds(
     programs: Sequence[Program], classes: Sequence[Replica], graph: Graph, prices: Prices, precision: str | None
 ) -> dict[tuple[int, int], float]:

@@ -170,10 +170,7 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     first = programs[0]
     devices = kinds(prices, math.prod(size for _, size in plan.axes))
     classes = replicas(first, devices) if plan.sync == "allreduce" else ()
-    step = Step(
-        plan.axes, first.schedule, first.num_micro_batches, first.zero, first.zero_group, plan.optimizer, plan.precision, first.stage_ranks,
-        overlap, plan.sync, len(served_by(plan)), Mode(first.compression, first.delay),
-    )  # fmt: skip
+    step = step_of(first, plan, overlap=overlap)
     model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision)
     if plan.sync == "allreduce" and (len(classes) > 1 or len(set(devices)) > 1):
         told = forecast_replicas(programs, classes, graph, prices, step, model, pricer.precision)
@@ -182,6 +179,14 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
         told = assemble(loads, step, model, pricer)
     # the programs move what the model was captured with; another precision is priced, not lowered
     return replace(told, collectives=program_uses(programs)) if precision_left(graph, plan.precision) in (None, "fp32") else told
+
+
+def step_of(program: Program, plan: Plan, *, overlap: bool = False) -> Step:
+    """What is the same for all stages of a plan, of which `program` is any rank's."""
+    return Step(
+        plan.axes, program.schedule, program.num_micro_batches, program.zero, program.zero_group, plan.optimizer, plan.precision, program.stage_ranks,
+        overlap, plan.sync, len(served_by(plan)), Mode(program.compression, program.delay),
+    )  # fmt: skip
 
 
 def program_uses(programs: Sequence[Program]) -> tuple[CollectiveUse, ...]:

@@ -18,8 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costmodel.opkey import RankGroup
+
+if TYPE_CHECKING:
+    from costmodel.paced import PacedDevices
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +91,11 @@ class Cluster:
     name: str
     groups: tuple[NodeGroup, ...]
     fabric: Tier | None = None  # between groups
+    paced: PacedDevices | None = None  # devices that sleep instead of computing
 
     @staticmethod
     def parse(source: str | Path | Cluster) -> Cluster:
-        """A preset "h100-sxm-80gb:16x8" (nodes x devices a node), a YAML file, or a Cluster.
+        """A preset "h100-sxm-80gb:16x8" (nodes x devices a node), a YAML file (of a cluster, or of paced devices), or a Cluster.
 
         ClusterFileError for anything else, with what was found and the nearest valid form.
         """
@@ -141,7 +146,8 @@ class Cluster:
 
     def fingerprint(self) -> str:
         """SHA-256 over everything that prices depend on; the name is not part of it."""
-        text = json.dumps([dataclasses.asdict(g) for g in self.groups] + [dataclasses.asdict(self.fabric) if self.fabric else None], sort_keys=True)
+        parts = [dataclasses.asdict(g) for g in self.groups] + [dataclasses.asdict(self.fabric) if self.fabric else None]
+        text = json.dumps(parts + ([self.paced.fingerprint()] if self.paced else []), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self) -> tuple[str, ...]:

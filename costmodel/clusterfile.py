@@ -17,38 +17,24 @@ devices after it). `domain`: devices that a tier joins (default: the node in the
 
 from __future__ import annotations
 
-import difflib
 import itertools
+import math
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, Union
+from typing import Annotated, Literal, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from costmodel import pacedfile
 from costmodel.cluster import Cluster, Device, NodeGroup, Tier, peaks_of
-
-T = TypeVar("T", bound=BaseModel)
+from costmodel.forms import ClusterFileError, Count, Positive, Strict, nearest, validate
+from costmodel.paced import PacedDevices
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(gt=0, strict=True)]
 
-
-class ClusterFileError(ValueError):
-    """A cluster description that cannot be used: `file`, `key` and the nearest valid key are in the message."""
-
-    def __init__(self, file: str, key: str, message: str) -> None:
-        super().__init__(f"{file}: {key + ': ' if key else ''}{message}")
-        self.file, self.key = file, key
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _Peaks(_Strict):
+class _Peaks(Strict):
     fp64: Positive | None = None
     fp32: Positive
     tf32: Positive | None = None
@@ -57,7 +43,7 @@ class _Peaks(_Strict):
     fp8: Positive | None = None
 
 
-class _Device(_Strict):
+class _Device(Strict):
     name: str
     kind: Literal["cuda", "cpu"] = "cuda"
     memory_gib: Positive
@@ -66,7 +52,7 @@ class _Device(_Strict):
     num_sms: Count = 1
 
 
-class _Tier(_Strict):
+class _Tier(Strict):
     name: str
     domain: Count | None = None
     shared_by: Count | None = None
@@ -76,13 +62,13 @@ class _Tier(_Strict):
     peers: Annotated[int, Field(ge=0, strict=True)] = 0
 
 
-class _Preset(_Strict):
+class _Preset(Strict):
     provenance: str
     device: _Device
     tiers: Annotated[list[_Tier], Field(min_length=1)]
 
 
-class _Group(_Strict):
+class _Group(Strict):
     device: Union[str, _Device]
     nodes: Count
     devices_per_node: Count
@@ -90,10 +76,16 @@ class _Group(_Strict):
     tiers: Annotated[list[_Tier], Field(min_length=1)] | None = None
 
 
-class _File(_Strict):
+class _File(Strict):
     name: str
     groups: Annotated[list[_Group], Field(min_length=1)]
     fabric: _Tier | None = None
+
+
+_FORMS = (_File, _Group, _Tier, _Device, _Peaks, _Preset)
+
+
+_NOMINAL = 1e12  # FLOP/s or bytes/s, of what a file of paced devices does not state
 
 
 def preset_names() -> tuple[str, ...]:
@@ -119,7 +111,7 @@ def parse(source: str | Path) -> Cluster:
         return _from_file(path)
     if path.suffix in (".yaml", ".yml"):
         raise ClusterFileError(text, "", "no such file")
-    raise ClusterFileError(text, "", f"neither a file nor a preset; nearest: {_nearest(name, preset_names())} (presets: {', '.join(preset_names())})")
+    raise ClusterFileError(text, "", f"neither a file nor a preset; nearest: {nearest(name, preset_names())} (presets: {', '.join(preset_names())})")
 
 
 def _from_file(path: Path) -> Cluster:
@@ -129,11 +121,13 @@ def _from_file(path: Path) -> Cluster:
         raise ClusterFileError(str(path), "", f"not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ClusterFileError(str(path), "", "expected a mapping with the keys name and groups")
-    form = _validate(_File, content, str(path))
+    if pacedfile.is_paced(content):
+        return paced_cluster(pacedfile.read(content, str(path)))
+    form = validate(_File, content, str(path), _FORMS)
     groups = []
     for i, group in enumerate(form.groups):
         if isinstance(group.device, str) and group.device not in preset_names():
-            raise ClusterFileError(str(path), f"groups.{i}.device", f"no preset '{group.device}'; nearest: {_nearest(group.device, preset_names())}")
+            raise ClusterFileError(str(path), f"groups.{i}.device", f"no preset '{group.device}'; nearest: {nearest(group.device, preset_names())}")
         preset = _preset(group.device) if isinstance(group.device, str) else None
         device = _device(preset.device if preset else group.device)  # type: ignore[arg-type]
         tiers = group.tiers or (preset.tiers if preset else None)
@@ -148,9 +142,17 @@ def _from_file(path: Path) -> Cluster:
     return Cluster(form.name, tuple(groups), fabric)
 
 
+def paced_cluster(devices: PacedDevices) -> Cluster:
+    """The cluster of paced devices. What it states of speeds is nominal: prices are measured (costmodel/measured.py)."""
+    peak = max((cost.flops_per_s for cost in devices.ops if cost.flops_per_s < math.inf), default=_NOMINAL)
+    device = Device(f"paced {devices.name}", "cpu", devices.memory_bytes, _NOMINAL, peaks_of({"float32": peak}))
+    tiers = tuple(Tier(link.name, min(link.domain, devices.num_devices), 1, link.latency_s, _NOMINAL) for link in devices.links)
+    return Cluster(devices.name, (NodeGroup(device, devices.num_nodes, devices.devices_per_node, tiers),), paced=devices)
+
+
 def _preset(name: str) -> _Preset:
     text = resources.files("costmodel").joinpath("presets", f"{name}.yaml").read_text()
-    return _validate(_Preset, yaml.safe_load(text), f"presets/{name}.yaml")
+    return validate(_Preset, yaml.safe_load(text), f"presets/{name}.yaml", _FORMS)
 
 
 def _device(form: _Device) -> Device:
@@ -177,20 +179,3 @@ def _tiers(file: str, forms: list[_Tier], num_nodes: int, per_node: int) -> tupl
 def _tier(form: _Tier, domain: int, shared_by: int) -> Tier:
     measured = form.measured_gb_per_s * 1e9 if form.measured_gb_per_s else None
     return Tier(form.name, domain, form.shared_by or shared_by, form.latency_us * 1e-6, form.bandwidth_gb_per_s * 1e9, measured, form.peers)
-
-
-def _validate(model: type[T], content: object, file: str) -> T:
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        # a union reports the branches that were not meant too: the deepest complaint names the real key
-        first = max(error.errors(), key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
-        where = [str(part) for part in first["loc"] if not str(part).startswith("_") and part != "str"]
-        if first["type"] == "extra_forbidden":
-            valid = sorted({name for form in (_File, _Group, _Tier, _Device, _Peaks, _Preset) for name in form.model_fields})
-            raise ClusterFileError(file, ".".join(where), f"unknown key; nearest valid key: {_nearest(where[-1], valid)}") from None
-        raise ClusterFileError(file, ".".join(where), f"{first['msg'].lower()}, found {first['input']!r}") from None
-
-
-def _nearest(name: str, valid: tuple[str, ...] | list[str]) -> str:
-    return (difflib.get_close_matches(name, valid, n=1, cutoff=0.0) or ["-"])[0]

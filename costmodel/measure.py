@@ -37,11 +37,12 @@ class NotMeasurableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call, medians; `num_runs` in all."""
+    """Seconds of one call, medians; `num_runs` in all. `weight_s`: what of `backward_s` is the weights' half, where that can be told."""
 
     forward_s: float
     backward_s: float
     num_runs: int
+    weight_s: float | None = None
 
 
 def resolve_aten(target: str) -> Callable[..., Any]:

@@ -7,7 +7,8 @@ An operator's price is, in this order,
     formula        the fallback's price
 
 and in each case times the contention of ranks that share a node's cores: keys are timed by one process alone.
-The optimizer is torch's own, timed once. Collectives inside a node come from `measure_links` of a job of the same number of ranks; others from the fallback.
+The optimizer is torch's own, timed at two sizes. Collectives inside a node come from `measure_links` of a job of the same number of ranks; others from the
+fallback. Of devices whose stopwatch times single collectives (costmodel/stopwatch.py) every group of ranks has a fit of its own.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.collective import served_share
-from costmodel.measure import OPTIMIZERS, NotMeasurableError, Resolve, measure, measure_optimizer, resolve_aten
+from costmodel.links import fit
+from costmodel.measure import NotMeasurableError
 from costmodel.opclass import op_class
 from costmodel.opkey import Collective, OpKey, OpTime
-from costmodel.profile import Profile
+from costmodel.profile import LinkFit, Profile
 from costmodel.roofline import tensor_bytes
+from costmodel.stopwatch import PresentDevice, Stopwatch
 
 _KEY_BUDGET_S = 0.04
-_OPTIMIZER_ELEMENTS = 1 << 20
+_OPTIMIZER_ELEMENTS = (1 << 12, 1 << 20)
+_LINK_BYTES = (1 << 10, 1 << 20)
 _MAX_FAILURES = 3  # of one operator, before it is no longer tried
 
 
@@ -40,7 +44,7 @@ class MeasuredPrices:
     cluster: Cluster
     profile: Profile
     fallback: AnalyticPrices
-    resolve: Resolve = resolve_aten
+    stopwatch: Stopwatch = field(default_factory=PresentDevice)
     budget_s: float = 20.0
     source: str = field(default="measured", init=False)
     spent_s: float = field(default=0.0, init=False)
@@ -48,6 +52,7 @@ class MeasuredPrices:
     reasons: dict[str, str] = field(default_factory=dict, init=False)  # target -> why it was not measured
     _failures: Counter[str] = field(default_factory=Counter, init=False, repr=False)
     _ops: dict[tuple[OpKey, float], OpTime] = field(default_factory=dict, init=False, repr=False)
+    _fits: dict[Collective, LinkFit | None] = field(default_factory=dict, init=False, repr=False)  # of no bytes
     _ratios: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict, init=False, repr=False)
 
     def op(self, key: OpKey, device: int = 0) -> OpTime:
@@ -88,7 +93,7 @@ class MeasuredPrices:
     def _measure(self, key: OpKey, device: int) -> OpTime | None:
         start = time.perf_counter()
         try:
-            timing = measure(key, self.resolve, budget_s=_KEY_BUDGET_S)
+            timing = self.stopwatch.op(key, _KEY_BUDGET_S)
         except NotMeasurableError as error:
             self.reasons[key.target] = str(error)
             self._failures[key.target] += 1
@@ -97,7 +102,8 @@ class MeasuredPrices:
             self.spent_s += time.perf_counter() - start
         formula = self._formula(key, device)
         share = formula.backward_input_s / formula.backward_s if formula.backward_s > 0 else 1.0
-        seconds = OpTime(timing.forward_s, timing.backward_s * share, timing.backward_s * (1 - share))
+        weight_s = timing.backward_s * (1 - share) if timing.weight_s is None else timing.weight_s
+        seconds = OpTime(timing.forward_s, timing.backward_s - weight_s, weight_s)
         self.profile.put_op(key, seconds, timing.num_runs)
         return seconds
 
@@ -134,6 +140,9 @@ class MeasuredPrices:
         group = collective.group
         if group.size <= 1:
             return 0.0
+        timed = self._timed(collective)
+        if timed is not None:
+            return timed.seconds(collective.num_bytes)
         node = self.cluster.groups[0]
         inside = self.cluster.node_of(group.start) == self.cluster.node_of(group.start + (group.size - 1) * group.stride)
         world = node.devices_per_node
@@ -145,18 +154,35 @@ class MeasuredPrices:
             return self.fallback.collective(collective)
         return found.seconds(collective.num_bytes * (served_share(collective.num_servers, group.size) if served else 1.0))
 
+    def _timed(self, collective: Collective) -> LinkFit | None:
+        """What the stopwatch tells of collectives like this one; None where it times none."""
+        like = replace(collective, num_bytes=0)
+        if like not in self._fits:
+            points = [(n, self.stopwatch.collective(replace(collective, num_bytes=n))) for n in _LINK_BYTES]
+            told = [(n, seconds) for n, seconds in points if seconds is not None]
+            self._fits[like] = fit(collective.kind, collective.group.size, self.cluster.num_devices, told) if told else None
+        return self._fits[like]
+
     def optimizer_s(self, num_elements: int, optimizer: str, num_bytes_per_element: float, device: int = 0) -> float:
-        """Torch's own step on a million elements, in proportion; the formula for optimizers that are not known."""
+        """On the line through torch's own step on few and on many elements; the formula for optimizers that are not known."""
         group = self.cluster.group_of(device)[0]
-        if group.device.kind != self.profile.env.kind or optimizer not in OPTIMIZERS:
+        known = [self._optimizer(optimizer, size) for size in _OPTIMIZER_ELEMENTS] if group.device.kind == self.profile.env.kind else [None]
+        few, many = known[0], known[-1]
+        if few is None or many is None:
             return self.fallback.optimizer_s(num_elements, optimizer, num_bytes_per_element, device)
-        key = OpKey(f"optimizer.{optimizer}", (((_OPTIMIZER_ELEMENTS,), "float32"),), (), "", (False,), 0)
+        slope = max(0.0, many - few) / (_OPTIMIZER_ELEMENTS[1] - _OPTIMIZER_ELEMENTS[0])
+        return max(0.0, few + slope * (num_elements - _OPTIMIZER_ELEMENTS[0])) * group.contention
+
+    def _optimizer(self, name: str, num_elements: int) -> float | None:
+        key = OpKey(f"optimizer.{name}", (((num_elements,), "float32"),), (), "", (False,), 0)
         known = self.profile.op(key)
         if known is None:
-            timing = measure_optimizer(optimizer, _OPTIMIZER_ELEMENTS)
+            timing = self.stopwatch.optimizer(name, num_elements)
+            if timing is None:
+                return None
             known = OpTime(timing.forward_s, 0.0, 0.0)
             self.profile.put_op(key, known, timing.num_runs)
-        return known.forward_s * num_elements / _OPTIMIZER_ELEMENTS * group.contention
+        return known.forward_s
 
     def memory_limit_bytes(self, device: int = 0) -> int:
         return self.fallback.memory_limit_bytes(device)
@@ -172,8 +198,12 @@ class MeasuredPrices:
         ]
         lines += [f"not measured: {reason}" for _, reason in sorted(self.reasons.items())]
         world = self.cluster.groups[0].devices_per_node
-        fits = [fit for fit in self.profile.links() if fit.world == world]
-        lines.append(f"collectives: {len(fits)} fits measured among {world} ranks" if fits else "collectives: from formulas")
+        fits = [found for found in self.profile.links() if found.world == world]
+        timed = sum(found is not None for found in self._fits.values())
+        if timed:
+            lines.append(f"collectives: {timed} kinds and groups of ranks measured")
+        else:
+            lines.append(f"collectives: {len(fits)} fits measured among {world} ranks" if fits else "collectives: from formulas")
         for group in self.cluster.groups:
             if group.contention > 1:
                 lines.append(f"{group.devices_per_node} ranks share {group.cores_per_node:g} cores: compute takes {group.contention:.2f} times as long")

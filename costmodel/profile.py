@@ -28,6 +28,8 @@ create table if not exists ops (version int, device text, torch text, threads in
   backward_weight_s real, num_runs int, date text, primary key (version, device, torch, threads, key));
 create table if not exists links (version int, device text, torch text, backend text, kind text, size int, world int, base_s real,
   bytes_per_s real, error real, date text, primary key (version, device, torch, backend, kind, size, world));
+create table if not exists speeds (version int, device text, torch text, rank int, speed real, date text,
+  primary key (version, device, torch, rank));
 """
 
 
@@ -94,6 +96,7 @@ class Profile:
             connection.executescript(_TABLES)
         self._ops = dict(self._read_ops())
         self._links = {(fit.kind, fit.size, fit.world): fit for fit in self._read_links()}
+        self._speeds = dict(self._read_speeds())
 
     def _connect(self) -> closing[sqlite3.Connection]:
         return closing(sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None))
@@ -114,6 +117,10 @@ class Profile:
             for row in connection.execute(query, self._place):
                 yield LinkFit(*row)
 
+    def _read_speeds(self) -> Iterator[tuple[int, float]]:
+        with self._connect() as connection:
+            yield from connection.execute("select rank, speed from speeds where version=? and device=? and torch=?", self._place)
+
     def op(self, key: OpKey) -> OpTime | None:
         return self._ops.get(key_text(key))
 
@@ -122,6 +129,10 @@ class Profile:
 
     def links(self) -> tuple[LinkFit, ...]:
         return tuple(self._links[place] for place in sorted(self._links))
+
+    def speed(self, rank: int) -> float | None:
+        """Of a rank's device, as a share of the fastest's."""
+        return self._speeds.get(rank)
 
     @property
     def num_ops(self) -> int:
@@ -137,6 +148,10 @@ class Profile:
         self._links[fit.kind, fit.size, fit.world] = fit
         row = (*self._place, backend, fit.kind, fit.size, fit.world, fit.base_s, fit.bytes_per_s, fit.error, date.today().isoformat())
         self._write("insert or replace into links values (?,?,?,?,?,?,?,?,?,?,?)", row)
+
+    def put_speed(self, rank: int, speed: float) -> None:
+        self._speeds[rank] = speed
+        self._write("insert or replace into speeds values (?,?,?,?,?,?)", (*self._place, rank, speed, date.today().isoformat()))
 
     def _write(self, statement: str, row: tuple) -> None:
         end_s = time.monotonic() + _WAIT_S

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from runtime.errors import failing
 from runtime.mesh import Axis
+from runtime.paceclock import PacedClock
 
 # Named all_gather_single and reduce_scatter_single from torch 2.13 on.
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -62,11 +63,16 @@ def complete(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) ->
 
     Raises CommunicationError naming rank, axis and kind, and StageError where another rank fails meanwhile.
     """
-    start = axis.recorder.mark()
+    start, clock = axis.recorder.mark(), axis.recorder.clock
+    ready_s = clock.ready_s() if isinstance(clock, PacedClock) else 0.0
     with failing(lambda: f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)})", axis.timeout_s):
         work = issue()
         if work is not None:
             axis.guard.wait_collective(work, axis.device, axis.timeout_s)
+        if isinstance(clock, PacedClock):
+            moment = torch.tensor([ready_s], dtype=torch.float64)
+            axis.guard.wait_collective(dist.all_reduce(moment, dist.ReduceOp.MAX, group=axis.group, async_op=True), axis.device, axis.timeout_s)
+            clock.reach(moment.item() + clock.links.seconds(kind, axis.name, num_bytes, axis.ranks))
     return start
 
 

@@ -21,6 +21,7 @@ from runtime.finite import not_finite, suspicion
 from runtime.mesh import Mesh, alone
 from runtime.norm import clip_grad_norm
 from runtime.order import Record
+from runtime.paced import Pace, Pacer, paced
 from runtime.parameter_server import MakeOptimizer
 from runtime.partition import servers_of
 from runtime.program import Program
@@ -49,6 +50,7 @@ class Executor:
     one, and call the same methods in the same order. `random_by_element`: random masks as in one process (runtime/random.py).
     `loss_scale`: where to start with a scaled loss (runtime/scaling.py); the gradients that a step leaves are not scaled.
     `backend`: of torch.compile, for the blocks; None runs them as they are. Raises ScheduleError for one where the backward pass is split.
+    `pacer`: the device is paced, and this says how long a program takes on it (runtime/paced.py).
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Executor:
         random_by_element: bool = False,
         loss_scale: LossScale | None = None,
         backend: str | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self.mesh = mesh
         self.seed = seed
@@ -71,7 +74,8 @@ class Executor:
             raise ScheduleError(f"schedule {program.schedule!r} splits the backward pass, which torch.compile makes one: choose 1f1b, gpipe or interleaved")
         self._random_by_element = random_by_element
         self._saving: Saving | None = None
-        self._backend = backend
+        self._backend, self._pacer = backend, pacer
+        self.pace: Pace | None = None  # of the present program, where the device is paced
         self._codes: list[Code] = []
         is_split, served_by, is_own = program.schedule in ("zb", "zbv"), servers_of(program), reduces_itself(program)
         self.storages: dict[int, Storage] = {
@@ -105,7 +109,11 @@ class Executor:
                     raise ValueError(f"stage {stage.index} keeps no {stored.fqn!r} cut as {stored.chunks}: the programs differ in more than their rows")
             self.storages[stage.index].check_readers(stage)
         self.mesh.guard.is_new = True
-        self.code = make_ready(program, self.storages, self._ranks_of(program), dense, self._backend)
+        ranks = self._ranks_of(program)
+        self.code = make_ready(program, self.storages, ranks, dense, self._backend)
+        if self._pacer is not None:
+            self.pace = self._pacer(program)
+            self.code = paced(self.code, self.pace, ranks)
         self._codes.append(self.code)
         del self._codes[:-_MAX_CODES]
 

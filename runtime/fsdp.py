@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from runtime.collective import gather_into, scatter_into, wait
 from runtime.mesh import Axis, Mesh
+from runtime.paceclock import PacedClock
 
 # Blocks may put out views: no instruction of a later block writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -50,7 +51,10 @@ class RecordedReduceScatter(_Comm):
             "reduce_scatter", input_tensor.nbytes, lambda: scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=True), is_async=async_op
         )
         if self.replicas.size > 1:  # FSDP2 sums the result over the replicas itself, at once
-            self.axis.recorder.add("all_reduce", "dp", output_tensor.nbytes, self.axis.recorder.mark())
+            start, clock = self.axis.recorder.mark(), self.axis.recorder.clock
+            if isinstance(clock, PacedClock):
+                clock.rest(clock.links.seconds("all_reduce", "dp", output_tensor.nbytes, self.replicas.ranks))
+            self.axis.recorder.add("all_reduce", "dp", output_tensor.nbytes, start)
         return work
 
 

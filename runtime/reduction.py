@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from runtime.call import spec_of
 from runtime.collective import wait
 from runtime.errors import failing
 from runtime.mesh import Axis, Mesh
+from runtime.paceclock import PacedClock
 from runtime.storage import Resident
 
 BUCKET_BYTES = 25 * 2**20
@@ -118,18 +120,21 @@ def _star_sum(own: torch.Tensor, ranks: list[int], me: int, mesh: Mesh) -> torch
     axis = mesh.axis("pp")
     up, down = mesh.channels["backward up"], mesh.channels["backward down"]
     first, others = ranks[0], ranks[1:]
+    clock = axis.recorder.clock if isinstance(axis.recorder.clock, PacedClock) else None
+    spec = spec_of(own)
 
     def send(tensor: torch.Tensor, to: int) -> None:
         start = axis.recorder.mark()
+        sent = tensor if clock is None else clock.seal(tensor, axis.rank, axis.ranks[to])
         with failing(lambda: f"rank {mesh.rank}: send of a tied gradient to rank {axis.ranks[to]} on axis 'pp'", mesh.timeout_s):
-            mesh.guard.wait_transfer(dist.isend(tensor, axis.ranks[to], group=up if to > me else down), mesh.device)
+            mesh.guard.wait_transfer(dist.isend(sent, axis.ranks[to], group=up if to > me else down), mesh.device)
         axis.recorder.add("send", "tied", tensor.nbytes, start)
 
     def receive(source: int) -> torch.Tensor:
-        buffer = torch.empty_like(own, memory_format=torch.contiguous_format)
+        buffer = torch.empty_like(own, memory_format=torch.contiguous_format) if clock is None else clock.envelope(spec)
         with failing(lambda: f"rank {mesh.rank}: receive of a tied gradient from rank {axis.ranks[source]} on axis 'pp'", mesh.timeout_s):
             mesh.guard.wait_transfer(dist.irecv(buffer, axis.ranks[source], group=up if me > source else down), mesh.device)
-        return buffer
+        return buffer if clock is None else clock.opened(buffer, spec)
 
     if me != first:
         send(own.contiguous(), first)

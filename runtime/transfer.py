@@ -26,6 +26,7 @@ from runtime.call import dtype_of
 from runtime.collective import Part, raw_all_gather, raw_slice
 from runtime.errors import failing
 from runtime.mesh import Axis, Mesh
+from runtime.paceclock import PacedClock
 from runtime.program import Chunk, StageCode, Transfer
 
 
@@ -105,6 +106,8 @@ class Post:
     _positions: dict[Action, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        clock = self.mesh.recorder.clock
+        self._clock = clock if isinstance(clock, PacedClock) else None
         me = self.mesh.axis("pp").index
         for rank, own in enumerate(self.actions):
             for position, action in enumerate(own):
@@ -140,11 +143,13 @@ class Post:
             self._local[message] = value.detach()
             return
         axis, pieces = self.mesh.axis("pp"), self._pieces(message)
-        buffer = value.detach().contiguous() if pieces is None else raw_slice(value.detach(), *pieces)
+        peer = axis.ranks[channel.receiver]
+        own = value.detach().contiguous() if pieces is None else raw_slice(value.detach(), *pieces)
+        buffer = own if self._clock is None else self._clock.seal(own, axis.rank, peer)
         start = axis.recorder.mark()
         with self._failing(message, "send"):
-            work = dist.isend(buffer, axis.ranks[channel.receiver], group=self.mesh.channels[channel.name])
-        axis.recorder.add("send", "pp", buffer.nbytes, start)
+            work = dist.isend(buffer, peer, group=self.mesh.channels[channel.name])
+        axis.recorder.add("send", "pp", own.nbytes, start)
         self._sends.append(_Sent(message, channel.receiver, self._read_at(message), work, buffer))
 
     def post(self, message: Message) -> None:
@@ -156,7 +161,7 @@ class Post:
         while message not in self._posted:
             coming = self._coming[channel].popleft()
             spec = coming.message.transfer.sent(self._sizes)
-            buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device)
+            buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device) if self._clock is None else self._clock.envelope(spec)
             with self._failing(coming.message, "receive"):
                 work = dist.irecv(buffer, axis.ranks[channel.sender], group=self.mesh.channels[channel.name])
             self._posted[coming.message] = (coming, work, buffer)
@@ -170,6 +175,8 @@ class Post:
         self._wait(work, message, "receive")
         self._release(self._channel(message).sender, coming.sent_at)
         pieces = self._pieces(message)
+        if self._clock is not None:
+            buffer = self._clock.opened(buffer, message.transfer.sent(self._sizes))
         return buffer if pieces is None else raw_all_gather(buffer, *pieces)
 
     def _release(self, peer: int, position: int) -> None:

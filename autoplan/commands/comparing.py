@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoplan.api import find_plan, load_cluster
 from autoplan.baselines import BASELINES, baseline
+from autoplan.clusterprices import prices_of
 from autoplan.commands.console import note, say, say_json, working
 from autoplan.commands.listing import table
 from autoplan.commands.planning import default_precision, load_model
@@ -14,7 +15,6 @@ from autoplan.explain import short
 from autoplan.frontend import capture
 from autoplan.plan import Plan
 from autoplan.units import num_bytes, seconds
-from costmodel.analytic import AnalyticPrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def compare_command(model: str, cluster: str, baselines: str, global_batch: int 
         graph = capture(source.model, source.batch)
     with working("planning"):
         rows = [Row("autoplan", find_plan(graph, None, found, precision=precision))]
-    prices = AnalyticPrices(found)
+    prices = prices_of(found)
     for name in names:
         with working(f"planning as {name}"):
             try:

@@ -133,10 +133,10 @@ def test_a_straight_line_is_fitted_exactly_and_never_negative() -> None:
     assert steep.base_s >= 0 and steep.bytes_per_s > 0
 
 
-def test_the_optimizer_is_timed_once_and_scales_with_the_parameters(tmp_path: Path) -> None:
+def test_the_optimizer_is_timed_at_two_sizes_and_scales_with_the_parameters(tmp_path: Path) -> None:
     some = prices(tmp_path)
     small = some.optimizer_s(10**6, "adamw", 16.0)
     assert 1e-5 < small < 1.0
-    assert some.optimizer_s(4 * 10**6, "adamw", 16.0) == pytest.approx(4 * small)
+    assert some.optimizer_s(4 * 10**6, "adamw", 16.0) == pytest.approx(4 * small, rel=0.2)  # a call costs something too
     assert prices(tmp_path, budget_s=0.0).optimizer_s(10**6, "adamw", 16.0) == small
     assert some.optimizer_s(10**6, "unheard-of", 16.0) == some.fallback.optimizer_s(10**6, "unheard-of", 16.0)
