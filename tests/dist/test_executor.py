@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from runtime.executor import Executor
 from runtime.mesh import build_mesh
-from runtime.paced import pace
 from runtime.traffic import traffic
 from tests.dist.launch import run_ranks
 from tests.dist.programs import Model, Setup, build, make_batch
@@ -158,22 +157,3 @@ def test_training_equals_the_plain_model():
     for rank, results in enumerate(run_ranks(_train, 4, TRAINED, timeout_s=200)):
         for setup, errors in zip(TRAINED, results, strict=True):
             assert max(errors.values()) < 1e-9, (rank, setup, errors)
-
-
-def _paced(setup: Setup, durations_s: dict[tuple[str, int], float]) -> float:
-    executor, _ = make_executor(setup)
-    pace(executor, durations_s)
-    executor.step(make_batch(setup.num_rows))
-    dist.barrier()
-    start_s = time.perf_counter()
-    executor.step(make_batch(setup.num_rows))
-    return time.perf_counter() - start_s
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-def test_a_paced_pipeline_takes_the_time_of_its_schedule(schedule: str):
-    p, m, unit_s = 4, 8, 0.05
-    durations_s = {(kind, stage): unit_s * (2 if kind == "B" else 1) for kind in ("F", "B", "BI", "BW") for stage in range(p)}
-    took_s = max(run_ranks(_paced, p, Setup(pp=p, num_micro_batches=m, schedule=schedule), durations_s))
-    busy_s, ideal_s = 3 * m * unit_s, 3 * (m + (p - 1)) * unit_s
-    assert busy_s < took_s < 1.6 * ideal_s

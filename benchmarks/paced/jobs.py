@@ -1,0 +1,142 @@
+"""From plans to measured steps: jobs of every rank, and a pool of ranks that runs one plan after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from autoplan.arrange import arranged
+from autoplan.graph import Graph
+from autoplan.lower import lower
+from autoplan.pacing import pace_of
+from autoplan.plan import Plan
+from autoplan.replicas import place_of
+from costmodel.paced import PacedDevices, PacedPrices
+from runtime.pacedjob import Found, Job, least_disturbed, run
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A plan beside its measurement."""
+
+    plan: Plan
+    step_s: float
+    late_s: float
+    ranks: tuple[Found, ...]
+
+    @property
+    def error(self) -> float:
+        """Of the forecast, relative to what was measured."""
+        return self.plan.forecast.step_time_s / self.step_s - 1
+
+
+def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any, slack_s: float) -> list[Job]:
+    """The job of every rank."""
+    own, prices, found = arranged(graph, plan), PacedPrices(devices), []
+    programs: dict[int, Any] = {}
+    for rank in range(devices.num_devices):
+        data_rank = place_of(plan.axes, "dp", rank)
+        if data_rank not in programs:
+            programs[data_rank] = lower(plan, graph, data_rank=data_rank)
+        program = programs[data_rank][place_of(plan.axes, "pp", rank)]
+        found.append(Job(program, pace_of(program, plan, own, prices, rank, slack_s), batch))
+    return found
+
+
+class Ranks:
+    """Ranks of one gloo job on this machine, which live for many plans. Made by `ranks`."""
+
+    def __init__(self, num_ranks: int, folder: Path, timeout_s: float) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["runtime.pacedjob", "autoplan.pacing"])  # type: ignore[attr-defined]
+        self.folder, self.timeout_s, self._number = folder, timeout_s, 0
+        port = _free_port()
+        self.workers = [context.Process(target=_work, args=(rank, num_ranks, port, str(folder), timeout_s), daemon=True) for rank in range(num_ranks)]
+        for worker in self.workers:
+            worker.start()
+
+    def measure(self, plan: Plan, jobs: Sequence[Job], num_steps: int = 1, most_steps: int = 6) -> Measured:
+        """Run steps of a plan until `num_steps` were not disturbed, `most_steps` in all. Raises RuntimeError with the first error of a rank."""
+        number, self._number = self._number, self._number + 1
+        for rank, job in enumerate(jobs):
+            _put(self.folder / f"job.{number}.{rank}", (job, num_steps, most_steps))
+        paths = [self.folder / f"found.{number}.{rank}" for rank in range(len(jobs))]
+        end_s = time.monotonic() + self.timeout_s
+        while not all(path.exists() for path in paths):
+            errors = sorted(self.folder.glob("error.*"), key=lambda path: path.stat().st_mtime_ns)
+            if errors or time.monotonic() > end_s:
+                raise RuntimeError(errors[0].read_text() if errors else f"no end after {self.timeout_s:g} s")
+            time.sleep(_POLL_S)
+        found = tuple(pickle.loads(path.read_bytes()) for path in paths)
+        for path in paths:
+            path.unlink()
+        step = least_disturbed(found)
+        return Measured(plan, step.seconds, step.late_s, found)
+
+    def stop(self) -> None:
+        (self.folder / "stop").touch()
+        for worker in self.workers:
+            worker.join(10)
+            if worker.is_alive():
+                worker.kill()
+
+
+@contextlib.contextmanager
+def ranks(num_ranks: int, timeout_s: float = 600.0) -> Iterator[Ranks]:
+    """`num_ranks` processes that wait for plans."""
+    with tempfile.TemporaryDirectory(prefix="paced-") as folder:
+        made = Ranks(num_ranks, Path(folder), timeout_s)
+        try:
+            yield made
+        finally:
+            made.stop()
+
+
+def _work(rank: int, num_ranks: int, port: int, folder: str, timeout_s: float) -> None:
+    torch.set_num_threads(1)
+    here = Path(folder)
+    try:
+        where = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        number = 0
+        while True:
+            job = here / f"job.{number}.{rank}"
+            while not job.exists():
+                if (here / "stop").exists() or not here.exists():
+                    os._exit(0)
+                time.sleep(_POLL_S)
+            content, num_steps, most_steps = pickle.loads(job.read_bytes())
+            job.unlink()
+            _put(here / f"found.{number}.{rank}", run(content, num_steps, most_steps=most_steps, timeout_s=timeout_s))
+            number += 1
+    except BaseException:
+        _put(here / f"error.{rank}", None, f"rank {rank}:\n{traceback.format_exc()}")
+        os._exit(1)
+
+
+def _put(path: Path, value: Any, text: str | None = None) -> None:
+    part = path.with_name(f"part.{path.name}")
+    part.write_bytes(pickle.dumps(value) if text is None else text.encode())
+    part.rename(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
