@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -32,14 +33,14 @@ class PricedLinks:
     prices: Prices
     axes: tuple[tuple[str, int], ...]
 
-    def seconds(self, kind: CollectiveKind, axis: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    def seconds(self, kind: str, axis: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
         """What all ranks agree on at the end of a step takes no time: its eight bytes a number belong to no plan."""
         if axis == "world" or len(ranks) == 1 or not num_bytes:
             return 0.0
         start, stride = min(ranks), abs(ranks[1] - ranks[0])
         size = num_bytes // len(ranks) if kind == "all_to_all" else num_bytes
         twins = axis_group(self.axes, "pp").stride if kind == "send" else stride
-        return self.prices.collective(Collective(kind, size, RankGroup(len(ranks), stride, start, twins)))
+        return self.prices.collective(Collective(cast(CollectiveKind, kind), size, RankGroup(len(ranks), stride, start, twins)))
 
 
 def pace_of(program: Program, plan: Plan, graph: Graph, prices: Prices, rank: int, slack_s: float = 0.0) -> Pace:

@@ -108,5 +108,6 @@ def read(content: Any, file: str) -> PacedDevices:
 
 
 def _cost(form: _Op) -> OpCost:
-    rates = [rate * unit if rate else math.inf for rate, unit in ((form.gflops_per_s, 1e9), (form.mb_per_s, 1e6))]
-    return OpCost(form.op, form.base_ms * 1e-3, *rates, form.backward_input, form.backward_weight, form.multiple, form.odd_factor)
+    flops_per_s = form.gflops_per_s * 1e9 if form.gflops_per_s else math.inf
+    bytes_per_s = form.mb_per_s * 1e6 if form.mb_per_s else math.inf
+    return OpCost(form.op, form.base_ms * 1e-3, flops_per_s, bytes_per_s, form.backward_input, form.backward_weight, form.multiple, form.odd_factor)

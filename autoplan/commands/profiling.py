@@ -29,10 +29,10 @@ def profile_command(model: str, cluster: str | None, ranks: int, global_batch: i
     profile = Profile()
     before = profile.num_ops
     with working(f"measuring the links of {ranks} ranks"):
-        cluster, fits = measured_machine(ranks)
-    prices = measured_prices(cluster, budget_s)
+        machine, fits = measured_machine(ranks)
+    prices = measured_prices(machine, budget_s)
     with working("measuring operators"):
-        find_plan(source.model, source.batch, cluster, prices=prices)
+        find_plan(source.model, source.batch, machine, prices=prices)
     rows = [("collective", "ranks", "latency", "bandwidth", "error of the fit")]
     rows += [(f.kind, str(f.size), seconds(f.base_s), f"{num_bytes(f.bytes_per_s)}/s", f"{f.error:.0%}") for f in fits]
     say(
