@@ -25,6 +25,8 @@ from runtime.executor import Executor
 from runtime.paced import InstrPace, Pace, Pacer, clock_of
 from runtime.program import BlockCode, Program
 
+SLACK_S = 0.02  # of a host that may be late: many ranks share a core
+
 
 @dataclass(frozen=True)
 class PricedLinks:
@@ -43,7 +45,7 @@ class PricedLinks:
         return self.prices.collective(Collective(cast(CollectiveKind, kind), size, RankGroup(len(ranks), stride, start, twins)))
 
 
-def pace_of(program: Program, plan: Plan, graph: Graph, prices: Prices, rank: int, slack_s: float = 0.0) -> Pace:
+def pace_of(program: Program, plan: Plan, graph: Graph, prices: Prices, rank: int, slack_s: float = SLACK_S) -> Pace:
     """The pace of a program on the device of a global rank. `graph` is in the order of the plan's stages (autoplan/arrange.py)."""
     pricer = Pricer(prices, precision_left(graph, plan.precision), rank)
     step = step_of(program, plan)

@@ -46,7 +46,7 @@ class Measured:
         return self.plan.forecast.step_time_s / self.step_s - 1
 
 
-def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any, slack_s: float) -> list[Job]:
+def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any) -> list[Job]:
     """The job of every rank."""
     own, prices, found = arranged(graph, plan), PacedPrices(devices), []
     programs: dict[int, Any] = {}
@@ -55,7 +55,7 @@ def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any, slack_s
         if data_rank not in programs:
             programs[data_rank] = lower(plan, graph, data_rank=data_rank)
         program = programs[data_rank][place_of(plan.axes, "pp", rank)]
-        found.append(Job(program, pace_of(program, plan, own, prices, rank, slack_s), batch))
+        found.append(Job(program, pace_of(program, plan, own, prices, rank), batch))
     return found
 
 

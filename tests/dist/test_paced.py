@@ -60,7 +60,7 @@ def jobs_of(plan: Plan, graph: Graph, cluster: Cluster, batch: Any) -> list[Job]
     assert cluster.paced is not None
     for rank in range(cluster.num_devices):
         program = lower(plan, graph, data_rank=place_of(plan.axes, "dp", rank))[place_of(plan.axes, "pp", rank)]
-        found.append(Job(program, pace_of(program, plan, graph, PacedPrices(cluster.paced), rank, slack_s=0.02), batch))
+        found.append(Job(program, pace_of(program, plan, graph, PacedPrices(cluster.paced), rank), batch))
     return found
 
 
