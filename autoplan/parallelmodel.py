@@ -44,6 +44,7 @@ from runtime.order import Record
 from runtime.program import Program
 from runtime.saving import Saving
 from runtime.scaling import LossScale
+from runtime.storage import Dense
 
 
 class ParallelModel:
@@ -83,11 +84,12 @@ class ParallelModel:
         scale = LossScale() if precision == "fp16" else None
         self._calls = Calls(mesh)
         with told():
-            self._executor = Executor(
-                program, mesh, dense, seed=self._settings.seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend,
-                pacer=pacer_of(self._settings.cluster, plan, graph, mesh.rank),
-            )  # fmt: skip
+            self._executor = self._made(program, mesh, dense, (graph, plan), self._settings.seed, scale)
         protect(self._executor.trainable, only_one_bit_adam=program.compression == "1bit-adam" and self._executor.reducer is not None)
+
+    def _made(self, program: Program, mesh: Mesh, dense: Dense, of: tuple[Graph, Plan], seed: int, scale: LossScale | None) -> Executor:
+        pacer = pacer_of(self._settings.cluster, of[1], of[0], mesh.rank)
+        return Executor(program, mesh, dense, seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend, pacer=pacer)
 
     def _captured_again(self, batch: Batch) -> Graph:
         return capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision)
@@ -129,16 +131,7 @@ class ParallelModel:
             return 0
         with told():
             executor.finish_saving()  # the next executor knows nothing of what this one writes
-            made = Executor(
-                own,
-                mesh,
-                shapes_source(self._model, graph),
-                seed=executor.seed,
-                random_by_element=True,
-                loss_scale=executor.loss_scale,
-                backend=self._settings.compile_backend,
-                pacer=pacer_of(self._settings.cluster, plan, graph, mesh.rank),
-            )
+            made = self._made(own, mesh, shapes_source(self._model, graph), (graph, plan), executor.seed, executor.loss_scale)
             made.num_steps = executor.num_steps
             sides = [Side(each.residents, each.mesh, each.program.stage_ranks) for each in (executor, made)]
             moved = move(sides[0], sides[1], optimizer)
