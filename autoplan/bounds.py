@@ -41,7 +41,7 @@ import numpy as np
 from autoplan import paths
 from autoplan.choose import Boundary, Chooser, Outline
 from autoplan.gridprices import weight_parts
-from autoplan.holding import least_held
+from autoplan.holding import least_held, moments
 from autoplan.layout import Split
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import Pricer, axis_group, itemsize
@@ -89,7 +89,6 @@ class Least:
 def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[str, Least]:
     """Pattern -> the least of one block, operators alone."""
     outline, local = chooser.outline, chooser.local
-    has_layers = any(block.layer for block in outline.graph.blocks)
     found = {}
     for pattern, number in outline.examples.items():
         block = outline.graph.blocks[number]
@@ -106,7 +105,7 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
                 sizes_of.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
         found[pattern] = Least(
             outline.counts[pattern],
-            block.layer or not has_layers,
+            outline.is_recomputed(pattern),
             sum(min(choice.seconds for choice in item.choices) for item in items),
             sum(min(choice.forward_s for choice in item.choices) for item in items),
             sum(min(choice.backward_s for choice in item.choices) for item in items),
@@ -243,17 +242,14 @@ class Bounds:
             return free * (slot.forward_s + rest_s) + (m - 1) * slot.backward_s + moved * (slot.last_backward_s - slot.backward_s)
 
         costs, spent = each(name), np.zeros(n)
-        for number, stage in ((self.outline.blocks[0], 0), (self.outline.blocks[-1], n - 1)):  # where they must be
-            pattern = self.outline.graph.blocks[number].pattern
-            if pattern != name:
-                spent[stage] += each(pattern)[stage]
-        caps = np.floor(caps)
+        for number, stage in self._ends(step, name).items():
+            spent[stage] += each(self.outline.graph.blocks[number].pattern)[stage]
         least = _fill(costs, caps, main.count)
         slot = slots.each[name]
         tails = (costs + slot.last_backward_s + slot.tail_s, slot.backward_s, base_s - slots.backward_s) if moved and slot.tail_s else None
 
         def is_enough(t: float) -> bool:
-            counts = np.minimum(caps, np.floor(np.maximum(0.0, t - spent) / np.maximum(costs, 1e-30) * (1 + 1e-9)))
+            counts = _whole(t - spent, costs, caps)
             if tails is None or counts.sum() < main.count:
                 return bool(counts.sum() >= main.count)
             own, back_s, before_s = tails
@@ -263,13 +259,12 @@ class Bounds:
                 placed += min(most, max(0.0, math.floor(room / max(cost - back_s, 1e-30) * (1 + 1e-9))))
             return placed >= main.count
 
-        low, high = least, 2 * least + float(costs.max() + spent.max()) + slot.tail_s * main.count
-        if low <= 0.0 or is_enough(low):
-            return base_s + low
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if is_enough(middle) else (middle, high)
-        return base_s + low
+        return base_s + _least_whole(is_enough, least, 2 * least + float(costs.max() + spent.max()) + slot.tail_s * main.count)
+
+    def _ends(self, step: Step, main: str) -> dict[int, int]:
+        """The first and the last block, where they are not of the pattern `main`, and the pipeline rank on which they must be."""
+        ends = ((self.outline.blocks[0], step.stage_ranks[0]), (self.outline.blocks[-1], step.stage_ranks[-1]))
+        return {number: rank for number, rank in ends if self.outline.graph.blocks[number].pattern != main}
 
     def _in_parts_s(self, blocks: Mapping[str, Least], slots: Slots, step: Step, again: Mapping[str, float], caps: np.ndarray | None, sent_s: float) -> float:
         """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
@@ -281,11 +276,14 @@ class Bounds:
         first = [graph.blocks[number].pattern for number in self.outline.blocks[: p - 1]]
         alone = np.cumsum([0.0, *(slots.each[name].first_forward_s + (0.0 if step.is_split else slots.each[name].last_backward_s) for name in first)])
         name, main = _main(blocks)
-        bound = max(
-            (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p,
-            -(-main.count // p) * m * (main.seconds + again[name]),  # some rank has so many
-        )
+        bound = (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p
         if caps is not None:
+            spent = alone.copy()
+            for number, rank in self._ends(step, name).items():
+                pattern = graph.blocks[number].pattern
+                spent[rank] += m * (blocks[pattern].seconds + again[pattern])
+            costs = np.full(p, m * (main.seconds + again[name]))
+            bound = max(bound, _least_whole(lambda t: _whole(t - spent, costs, caps).sum() >= main.count, bound, 2 * bound))
             known = np.array([
                 [s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()
             ])  # fmt: skip
@@ -421,11 +419,35 @@ class Bounds:
         if self._all_bytes(blocks, step, recompute) > n * self.limit_bytes:
             return None
         name, main = _main(blocks)
-        held = np.array(counts(step.schedule, step.stage_ranks, step.num_micro_batches))
-        each = (0.0 if name not in self._unshared else main.num_trained * self.state_bytes(step)) + held * float(main.held_bytes(recompute))
-        room = self.limit_bytes - main.transient_bytes(recompute)
-        caps = np.minimum(main.count, np.floor(max(0, room) / np.maximum(each, 1e-9)))
+        states = 0.0 if name not in self._unshared else main.num_trained * self.state_bytes(step)
+        room = np.full(n, max(0.0, self.limit_bytes - main.transient_bytes(recompute)))
+        graph, ranks = self.outline.graph, step.stage_ranks
+        there: dict[int, float] = {}  # elements of the ends on a rank, of which those of tied patterns may be the same
+        for number, rank in self._ends(step, name).items():
+            pattern = graph.blocks[number].pattern
+            elements = blocks[pattern].num_trained
+            there[rank] = there.get(rank, 0.0) + elements if pattern in self._unshared else max(there.get(rank, 0.0), elements)
+        for rank, elements in there.items():
+            room[rank] -= elements * self.state_bytes(step)
+        held = float(main.held_bytes(recompute))
+        if n < len(ranks) and counts is least_held:
+            caps = self._caps_in_parts(step, room, states, held, main.count)
+        else:
+            caps = room / np.maximum(states + np.array(counts(step.schedule, ranks, step.num_micro_batches)) * held, 1e-9)
+        caps = np.clip(np.floor(caps), 0, main.count)
         return caps if caps.sum() >= main.count else None
+
+    def _caps_in_parts(self, step: Step, room: np.ndarray, states: float, held: float, count: int) -> np.ndarray:
+        """Most blocks on ranks of several stages, each of which has one, but for the first and the last, which may have others: a rank with c_s
+        micro-batches saved on stage s at some moment has k blocks only if states k + held (sum of c_s + (k - stages) * min of c_s) <= room."""
+        caps = np.full(len(room), float(count))
+        last = len(step.stage_ranks) - 1
+        for rank, candidates in enumerate(moments(step.schedule, step.stage_ranks, step.num_micro_batches)):
+            for moment in candidates:
+                least = min(saved for _, saved, _ in moment.counts)
+                more = sum(saved - least for s, saved, _ in moment.counts if s not in (0, last))
+                caps[rank] = min(caps[rank], (room[rank] - held * more) / max(states + held * least, 1e-9))
+        return caps
 
 
 def _beside(step: Step, compute_s: float, moved_s: float) -> float:
@@ -439,6 +461,21 @@ def main_pattern(blocks: Mapping[str, Least]) -> str:
 
 def _main(blocks: Mapping[str, Least]) -> tuple[str, Least]:
     return max(blocks.items(), key=lambda item: item[1].count * item[1].seconds)
+
+
+def _whole(room_s: np.ndarray, costs: np.ndarray, caps: np.ndarray) -> np.ndarray:
+    """Whole blocks that each rank has time and memory for."""
+    return np.minimum(caps, np.floor(np.maximum(0.0, room_s) / np.maximum(costs, 1e-30) * (1 + 1e-9)))
+
+
+def _least_whole(is_enough: Callable[[float], bool], low: float, high: float) -> float:
+    """The least time that is enough, to a part of a million, from below, between `low` and `high`."""
+    if low >= high or is_enough(low):
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low
 
 
 def _fill(weights: np.ndarray, caps: np.ndarray, count: int) -> float:

@@ -18,7 +18,7 @@ from autoplan.graph import Block, Graph
 from autoplan.ilp import Relaxed, Solution, relax, solve, solve_near
 from autoplan.layout import WHOLE, Layout, Split
 from autoplan.price import Context, LocalGraph, Pricer, axis_group
-from autoplan.problem import BlockPoint, BlockProblem, Budget, Price
+from autoplan.problem import BlockPoint, BlockProblem, Budget, Price, evaluate, repeating
 from autoplan.schemes import Axes, feature_axes, row_unit
 
 Clock = Callable[[], float | None]
@@ -79,6 +79,10 @@ class Outline:
         for block in self.graph.blocks:
             found[block.pattern] = found.get(block.pattern, 0) + 1
         return found
+
+    def is_recomputed(self, pattern: str) -> bool:
+        """Whether recomputation is for blocks of a pattern: layers, where the model has any."""
+        return self.graph.blocks[self.examples[pattern]].layer or not any(block.layer for block in self.graph.blocks)
 
     def indices(self, block: Block) -> tuple[int, ...]:
         """The block's ops that run in every micro-batch."""
@@ -231,132 +235,152 @@ class Chooser:
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}
         self._within: dict[tuple[tuple, Price, tuple[Budget, ...]], Solution | None] = {}
         self._relaxed: dict[tuple[tuple, Price, tuple[Budget, ...]], Relaxed | None] = {}
-        self._totals: dict[Boundary, float] = {}
+        self._totals: dict[tuple[Boundary, str], float] = {}
         self._clock = clock
         self._steady = steady
-        self._seen: dict[tuple[str, Boundary], tuple] = {}
+        self._seen: dict[tuple[str, Boundary, str], tuple] = {}
 
-    def _view(self, pattern: str, boundary: Boundary) -> tuple:
-        """What a boundary is for one block: layouts of what enters, of what leaves, and of shared parameters that it uses."""
-        key = (pattern, boundary)
+    def _view(self, pattern: str, boundary: Boundary, recompute: str) -> tuple:
+        """What a boundary is for one block: layouts of what enters, of what leaves, and of shared parameters that it uses; and what is run again."""
+        key = (pattern, boundary, recompute)
         if key not in self._seen:
             enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], boundary)
             used = self.outline.shared_in[pattern]
-            self._seen[key] = (pattern, tuple(enters.items()), leaves, tuple((name, rest) for name, rest in boundary.shared if name in used))
+            shared = tuple((name, rest) for name, rest in boundary.shared if name in used)
+            self._seen[key] = (pattern, tuple(enters.items()), leaves, shared, recompute if self.outline.is_recomputed(pattern) else "none")
         return self._seen[key]
 
-    def problem(self, pattern: str, boundary: Boundary) -> BlockProblem:
-        view = self._view(pattern, boundary)
+    def problem(self, pattern: str, boundary: Boundary, recompute: str = "none") -> BlockProblem:
+        """The problem of one pattern; what is run again counts in the backward pass."""
+        view = self._view(pattern, boundary, recompute)
         if view not in self._problems:
             block = self.outline.graph.blocks[self.outline.examples[pattern]]
-            _, enters, leaves, rests = view
-            self._problems[view] = self.prices.problem(block.name, self.outline.indices(block), dict(enters), leaves, dict(rests))
+            _, enters, leaves, rests, again = view
+            if again != "none":
+                self._problems[view] = repeating(self.problem(pattern, boundary), again)
+            else:
+                self._problems[view] = self.prices.problem(block.name, self.outline.indices(block), dict(enters), leaves, dict(rests))
         return self._problems[view]
 
-    def choose(self, boundary: Boundary, price: Price) -> Chosen | None:
+    def choose(self, boundary: Boundary, price: Price, recompute: str = "none") -> Chosen | None:
         """The best choice of every pattern; None where the boundary cannot be had."""
         found: dict[str, Solution] = {}
         for pattern in self.outline.examples:
-            solution = self._answer(pattern, boundary, price)
+            solution = self._answer(pattern, boundary, price, recompute)
             if solution is None:
                 return None
-            found[pattern] = solution
+            found[pattern] = self._plain(pattern, boundary, recompute, solution)
         return Chosen(boundary, found)
 
-    def _answer(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
-        key = (self._view(pattern, boundary), price)
+    def _plain(self, pattern: str, boundary: Boundary, recompute: str, solution: Solution) -> Solution:
+        """A solution whose point does not count what is run again."""
+        if self._view(pattern, boundary, recompute)[-1] == "none":
+            return solution
+        point = evaluate(self.problem(pattern, boundary), solution.picks)
+        assert point is not None, "what is run again changes seconds alone"
+        return replace(solution, point=point)
+
+    def _answer(self, pattern: str, boundary: Boundary, price: Price, recompute: str) -> Solution | None:
+        key = (self._view(pattern, boundary, recompute), price)
         if key not in self._solved:
-            self._solved[key] = self._known(pattern, boundary, price) or self._near(pattern, boundary, price) or self._solve(pattern, boundary, price)
+            asked = (pattern, boundary, price, recompute)
+            self._solved[key] = self._known(*asked) or self._near(*asked) or self._solve(*asked)
         return self._solved[key]
 
-    def _solve(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
-        return solve(self.problem(pattern, boundary), price, gap=_GAP, time_limit_s=self._clock())
+    def _solve(self, pattern: str, boundary: Boundary, price: Price, recompute: str) -> Solution | None:
+        return solve(self.problem(pattern, boundary, recompute), price, gap=_GAP, time_limit_s=self._clock())
 
-    def _near(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
+    def _near(self, pattern: str, boundary: Boundary, price: Price, recompute: str) -> Solution | None:
         """The best choice among those of the relaxation and the steady answer. Bounds of shapes come from steady answers, so that nothing is
         proved by it; the whole program can take seconds where parameters weigh much."""
-        known = None if price == self._steady else self._answer(pattern, boundary, self._steady)
+        known = None if price == self._steady else self._answer(pattern, boundary, self._steady, recompute)
         if known is None:
             return None
-        relaxed = self._relax(pattern, boundary, price, ())
+        relaxed = self._relax(pattern, boundary, price, (), recompute)
         assert relaxed is not None, "a solution is one of the relaxation too"
-        return solve_near(self.problem(pattern, boundary), price, (), relaxed, known, gap=_GAP, time_limit_s=self._clock())
+        return solve_near(self.problem(pattern, boundary, recompute), price, (), relaxed, known, gap=_GAP, time_limit_s=self._clock())
 
-    def _slack_s(self, pattern: str, boundary: Boundary, price: Price, objective_s: float) -> float:
+    def _slack_s(self, pattern: str, boundary: Boundary, price: Price, recompute: str, objective_s: float) -> float:
         """By how much an answer may miss its bound: by a small part of it, or of what all blocks of the model take, if that is more."""
-        if boundary not in self._totals:
-            answers = {p: self._answer(p, boundary, self._steady) for p in self.outline.examples}
-            self._totals[boundary] = sum(self.outline.counts[p] * a.objective_s for p, a in answers.items() if a is not None)
+        if (boundary, recompute) not in self._totals:
+            answers = {p: self._answer(p, boundary, self._steady, recompute) for p in self.outline.examples}
+            self._totals[boundary, recompute] = sum(self.outline.counts[p] * a.objective_s for p, a in answers.items() if a is not None)
         scale = price.num_micro_batches / self._steady.num_micro_batches / self.outline.counts[pattern] / len(self.outline.examples)
-        return _REUSE * max(objective_s, scale * self._totals[boundary])
+        return _REUSE * max(objective_s, scale * self._totals[boundary, recompute])
 
-    def _known(self, pattern: str, boundary: Boundary, price: Price) -> Solution | None:
+    def _known(self, pattern: str, boundary: Boundary, price: Price, recompute: str) -> Solution | None:
         """The answer at the steady price, where it is good enough at `price` too: m/M of its bound bounds the objective at m micro-batches,
         because what is paid once a step weighs no less where it is spread over fewer of them."""
         steady = self._steady
         m = price.num_micro_batches / steady.num_micro_batches
         if price == steady or m > 1 or price.per_parameter_byte_s < m * steady.per_parameter_byte_s or price.per_saved_byte_s:
             return None
-        answer = self._answer(pattern, boundary, steady)
+        answer = self._answer(pattern, boundary, steady, recompute)
         if answer is None:
             return None
         resting = sum(w.num_bytes // self.local.degree for w in self.problem(pattern, boundary).weights.values())
         bound_s = m * answer.bound_s + (price.per_parameter_byte_s - m * steady.per_parameter_byte_s) * resting
         objective_s = price.of(answer.point)
-        return (
-            replace(answer, objective_s=objective_s, bound_s=bound_s) if bound_s >= objective_s - self._slack_s(pattern, boundary, price, objective_s) else None
-        )
+        slack_s = self._slack_s(pattern, boundary, price, recompute, objective_s)
+        return replace(answer, objective_s=objective_s, bound_s=bound_s) if bound_s >= objective_s - slack_s else None
 
-    def free(self, pattern: str, boundary: Boundary) -> Solution:
+    def free(self, pattern: str, boundary: Boundary, recompute: str) -> Solution:
         """The answer at the steady price, whatever memory it needs."""
-        found = self._answer(pattern, boundary, self._steady)
+        found = self._answer(pattern, boundary, self._steady, recompute)
         assert found is not None, "asked for boundaries that can be had"
         return found
 
-    def choose_near(self, chosen: Chosen, price: Price) -> Chosen:
+    def choose_near(self, chosen: Chosen, price: Price, recompute: str) -> Chosen:
         """Good choices of all patterns at `price`, among those of `chosen` and of the programs without integrality."""
         found = dict(chosen.solutions)
         for pattern, known in chosen.solutions.items():
-            key = (self._view(pattern, chosen.boundary), price, ())
+            key = (self._view(pattern, chosen.boundary, recompute), price, ())
             if key not in self._within:
-                problem, relaxed = self.problem(pattern, chosen.boundary), self._relax(pattern, chosen.boundary, price, ())
+                problem, relaxed = self.problem(pattern, chosen.boundary, recompute), self._relax(pattern, chosen.boundary, price, (), recompute)
                 assert relaxed is not None, "a solution is one of the relaxation too"
                 self._within[key] = solve_near(problem, price, (), relaxed, known, gap=_LEAN_GAP, time_limit_s=self._clock())
-            found[pattern] = self._within[key] or known
+            near = self._within[key]
+            found[pattern] = known if near is None else self._plain(pattern, chosen.boundary, recompute, near)
         return Chosen(chosen.boundary, found)
 
-    def within(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...]) -> Solution | None:
+    def within(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...], recompute: str) -> Solution | None:
         """A good choice of one pattern that keeps `budgets`; None where none was found."""
-        view, free = self._view(pattern, boundary), self._answer(pattern, boundary, price)
-        if free is None or all(budget.holds(free.point) for budget in budgets):
-            return free
+        view, free = self._view(pattern, boundary, recompute), self._answer(pattern, boundary, price, recompute)
+        if free is None:
+            return None
+        if all(budget.holds(free.point) for budget in budgets):
+            return self._plain(pattern, boundary, recompute, free)
         if (view, price, budgets) not in self._within:
-            relaxed = self._relax(pattern, boundary, price, budgets)
-            problem = self.problem(pattern, boundary)
+            relaxed = self._relax(pattern, boundary, price, budgets, recompute)
+            problem = self.problem(pattern, boundary, recompute)
             found = None if relaxed is None else solve_near(problem, price, budgets, relaxed, free, gap=_LEAN_GAP, time_limit_s=self._clock())
             self._within[view, price, budgets] = found
-        return self._within[view, price, budgets]
+        known = self._within[view, price, budgets]
+        return None if known is None else self._plain(pattern, boundary, recompute, known)
 
-    def within_s(self, pattern: str, boundary: Boundary, budgets: tuple[Budget, ...]) -> float | None:
-        """Seconds of one micro-batch through one block that keeps `budgets`, at least; None where it cannot."""
-        free = self.free(pattern, boundary)
+    def within_s(self, pattern: str, boundary: Boundary, budgets: tuple[Budget, ...], recompute: str) -> float | None:
+        """Seconds of one micro-batch through one block that keeps `budgets`, what is run again included, at least; None where it cannot."""
+        free = self.free(pattern, boundary, recompute)
         if all(budget.holds(free.point) for budget in budgets):
             return self._seconds(pattern, boundary, free.bound_s)
-        relaxed = self._relax(pattern, boundary, self._steady, budgets)
+        relaxed = self._relax(pattern, boundary, self._steady, budgets, recompute)
         return None if relaxed is None else self._seconds(pattern, boundary, max(relaxed.bound_s, free.bound_s))
 
-    def _relax(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...]) -> Relaxed | None:
-        key = (self._view(pattern, boundary), price, budgets)
+    def _relax(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...], recompute: str) -> Relaxed | None:
+        key = (self._view(pattern, boundary, recompute), price, budgets)
         if key not in self._relaxed:
-            self._relaxed[key] = relax(self.problem(pattern, boundary), price, budgets)
+            self._relaxed[key] = relax(self.problem(pattern, boundary, recompute), price, budgets)
         return self._relaxed[key]
 
-    def least_s(self, boundary: Boundary) -> Mapping[str, float] | None:
-        """Pattern -> seconds of one micro-batch through one block, at least, both passes; None where the boundary cannot be had."""
-        chosen = self.choose(boundary, self._steady)
-        if chosen is None:
-            return None
-        return {pattern: self._seconds(pattern, boundary, solution.bound_s) for pattern, solution in chosen.solutions.items()}
+    def least_s(self, boundary: Boundary, recompute: str) -> Mapping[str, float] | None:
+        """Pattern -> seconds of one micro-batch through one block, at least, both passes and what is run again; None where the boundary cannot be had."""
+        found: dict[str, float] = {}
+        for pattern in self.outline.examples:
+            answer = self._answer(pattern, boundary, self._steady, recompute)
+            if answer is None:
+                return None
+            found[pattern] = self._seconds(pattern, boundary, answer.bound_s)
+        return found
 
     def _seconds(self, pattern: str, boundary: Boundary, bound_s: float) -> float:
         """What a bound at the steady price says of the seconds of one micro-batch, at least."""

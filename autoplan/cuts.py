@@ -65,6 +65,35 @@ def _fill(cost: Sequence[np.ndarray], allowed: Sequence[np.ndarray], combine: np
     return best, choice
 
 
+def dealt_cuts(num_before: int, num_units: int, num_after: int, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Cuts that give every rank as many of `num_units` like blocks, where a rank has a stage of each of `num_chunks` runs of `num_ranks` stages: the stages
+    of a run are alike, so that none waits for a longer one of its run; some runs have one block more a stage. `num_before` blocks go to the first
+    stage besides, `num_after` to the last.
+
+    A rank holds most micro-batches of the first runs, so that cuts with long last runs come first. What does not come out even is taken from the ends of
+    the chain, which have the other blocks, or given to its middle. None where a stage would be empty.
+    """
+    small, more = divmod(num_units, num_ranks * num_chunks)
+    if not small:
+        return ()
+    num_large = round(more / num_ranks)
+    left = more - num_large * num_ranks
+    found = []
+    for large in itertools.combinations(reversed(range(num_chunks)), num_large):
+        sizes = [small + (chunk in large) for chunk in range(num_chunks) for _ in range(num_ranks)]
+        ends = (i // 2 if i % 2 else -1 - i // 2 for i in range(len(sizes)))  # the last, the first, the last but one, ...
+        middle = len(sizes) // 2 - num_ranks // 2
+        for _, stage in zip(range(-left), ends, strict=False):
+            sizes[stage] -= 1
+        for stage in range(middle, middle + left):
+            sizes[stage] += 1
+        if min(sizes) > 0:
+            sizes[0] += num_before
+            sizes[-1] += num_after
+            found.append((0, *itertools.accumulate(sizes)))
+    return tuple(found)
+
+
 def layer_cuts(is_layer: Sequence[bool], layers: Sequence[int]) -> tuple[int, ...]:
     """Cuts that give each stage the stated number of layers. Blocks that are no layer stay with the layer before them,
     those before the first layer with the first stage.

@@ -69,9 +69,13 @@ class Searcher:
             if bound_s >= best_s * (1 - ENOUGH) or bound_s == float("inf"):
                 continue
             self.shapes.countdown.left_s()
-            if level < len(self.shapes.tighter):
-                outcome.bounds[shape] = max(bound_s, self.shapes.tighter[level](shape))
-                heapq.heappush(heap, (comes_later, outcome.bounds[shape], level + 1, shape))
+            if level <= len(self.shapes.tighter):
+                if level < len(self.shapes.tighter):
+                    tighter_s, is_done = self.shapes.tighter[level](shape), True
+                else:
+                    tighter_s, is_done = self.shapes.next_program_bound(shape)
+                outcome.bounds[shape] = max(bound_s, tighter_s)
+                heapq.heappush(heap, (comes_later, outcome.bounds[shape], level + is_done, shape))
                 continue
             outcome.worked_out.add(shape)
             best_s = self._add(outcome, shape, best_s)

@@ -23,7 +23,7 @@ choices, where there are any. A saved value counts once for each form (divided o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.graph import Option
 from autoplan.layout import VARY, WHOLE, Kind, Layout, Split
@@ -111,6 +111,20 @@ class BlockProblem:
     weights: Mapping[str, Weight]
     moves: Mapping[tuple[str, Layout, Layout], Move]
     saved_bytes: Mapping[str, int]  # storage -> bytes when not divided
+
+
+def repeating(problem: BlockProblem, recompute: str) -> BlockProblem:
+    """The problem with what is run again before the backward pass in that pass' seconds: the forward pass, its collectives included; recomputed
+    "selective"ly without the operators whose results are kept."""
+    if recompute == "none":
+        return problem
+
+    def again(choice: Choice) -> Choice:
+        repeated_s = 0.0 if recompute == "selective" and choice.kept else choice.forward_s
+        return replace(choice, backward_s=choice.backward_s + repeated_s)
+
+    items = tuple(replace(item, choices=tuple(again(choice) for choice in item.choices)) for item in problem.items)
+    return replace(problem, items=items, moves={key: replace(move, backward_s=move.backward_s + move.forward_s) for key, move in problem.moves.items()})
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class ShapeBounds:
         self.optimizer_s = max(0.0, high - low) / 2**23  # per element
         smallest = min((itemsize(v.spec.dtype) for v in task.graph.parameters()), default=4)
         self.bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self.optimizer_s, self.limit_bytes)
-        self._solutions: dict[tuple[Inside, Boundary], Mapping[str, Least] | None] = {}
+        self._solutions: dict[tuple[Inside, Boundary, str], Mapping[str, Least] | None] = {}
+        self._by_recompute: dict[Shape, dict[str, float]] = {}
+        self._programmed: dict[Shape, set[str]] = {}
         self._leasts: dict[Inside, Mapping[str, Least]] = {}
         self._heavy: dict[Inside, float] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
@@ -142,8 +144,8 @@ class ShapeBounds:
 
     @property
     def tighter(self) -> tuple[Callable[[Shape], float], ...]:
-        """The bounds that follow the first, each tighter and dearer than the one before."""
-        return self.heavy_bound, self.operator_bound, self.order_bound, self.program_bound
+        """The bounds between the first and that of integer programs, each tighter and dearer than the one before."""
+        return self.heavy_bound, self.operator_bound, self.order_bound
 
     def peak_bound(self, shape: Shape) -> float:
         through_s = self._sent_s(shape)
@@ -173,32 +175,58 @@ class ShapeBounds:
         return self._sent[shape.inside]
 
     def operator_bound(self, shape: Shape) -> float:
-        return self._bound(shape, self.least(shape), surely_held)
+        return min(self._bound(shape, self.least(shape), surely_held).values())
 
     def order_bound(self, shape: Shape) -> float:
-        return self._bound(shape, self.least(shape), least_held)
+        return min(self.by_recompute(shape).values())
 
     def program_bound(self, shape: Shape) -> float:
-        found = (self.solved(shape, boundary) for boundary in self.boundaries(shape))
-        return min((self._bound(shape, blocks, least_held) for blocks in found if blocks is not None), default=float("inf"))
+        """The least of all ways of recomputing."""
+        is_done = False
+        while not is_done:
+            bound_s, is_done = self.next_program_bound(shape)
+        return bound_s
 
-    def solved(self, shape: Shape, boundary: Boundary) -> Mapping[str, Least] | None:
+    def next_program_bound(self, shape: Shape) -> tuple[float, bool]:
+        """The bound once one more way of recomputing is bounded by integer programs, that which bounds the shape; and whether it was already."""
+        known, done = self.by_recompute(shape), self._programmed.setdefault(shape, set())
+        least = min(known, key=lambda recompute: known[recompute])
+        if least in done or known[least] == float("inf"):
+            return known[least], True
+        done.add(least)
+        solved = (self.solved(shape, boundary, least) for boundary in self.boundaries(shape))
+        found = (self._bound(shape, blocks, least_held, least)[least] for blocks in solved if blocks is not None)
+        known[least] = max(known[least], min(found, default=float("inf")))
+        return min(known.values()), False
+
+    def by_recompute(self, shape: Shape) -> dict[str, float]:
+        """Way of recomputing -> the tightest bound that is known of its plans."""
+        if shape not in self._by_recompute:
+            self._by_recompute[shape] = self._bound(shape, self.least(shape), least_held)
+        return self._by_recompute[shape]
+
+    def solved(self, shape: Shape, boundary: Boundary, recompute: str) -> Mapping[str, Least] | None:
         """The least of every pattern, with communication; None where the boundary cannot be had."""
-        key = (shape.inside, boundary)
+        key = (shape.inside, boundary, recompute)
         if key not in self._solutions:
-            seconds, blocks = self.chooser(shape).least_s(boundary), self.least(shape)
-            self._solutions[key] = None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p])) for p, b in blocks.items()}
+            seconds, blocks = self.chooser(shape).least_s(boundary, recompute), self.least(shape)
+            self._solutions[key] = (
+                None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p] - b.again_s(recompute))) for p, b in blocks.items()}
+            )
         return self._solutions[key]
 
-    def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts) -> float:
-        """The least of all ways of storing. Where the bound does not count on what memory allows, one that may fit bounds those that it dominates."""
+    def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts, only: str | None = None) -> dict[str, float]:
+        """Way of recomputing -> the least of its ways of storing, that which is `only` asked for. Where the bound does not count on what memory allows,
+        one that may fit bounds those that it dominates."""
         found: dict[Storing, float] = {}
-        for storing in sorted(self.storings(shape), key=lambda s: s.order):
-            if not (is_in_parts(shape) and any(dominates(known, storing) for known in found)):
-                bound_s = self.least_step_s(blocks, shape, storing, counts)
-                if bound_s < float("inf"):
-                    found[storing] = bound_s
-        return min(found.values(), default=float("inf"))
+        least: dict[str, float] = {}
+        for storing in sorted((s for s in self.storings(shape) if only in (None, s.recompute)), key=lambda s: s.order):
+            better = [known for other, known in found.items() if dominates(other, storing)] if is_in_parts(shape) else []
+            bound_s = max(better) if better else self.least_step_s(blocks, shape, storing, counts)
+            if bound_s < float("inf") and not better:
+                found[storing] = bound_s
+            least[storing.recompute] = min(least.get(storing.recompute, float("inf")), bound_s)
+        return least
 
     def least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing, counts: Counts = least_held) -> float:
         """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""

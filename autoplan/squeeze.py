@@ -61,11 +61,11 @@ def squeezed(place: Place, bounds: Bounds, best_s: float, enough_s: float) -> Sq
     blocks, budgets, bound_s = place.blocks, (), 0.0
     for _ in range(_ROUNDS):
         budgets = _tightest(bounds.budgets(blocks, place.step, place.recompute, best_s), place)
-        seconds = place.chooser.within_s(name, place.boundary, budgets)
+        seconds = place.chooser.within_s(name, place.boundary, budgets, place.recompute)
         if seconds is None:
             return Squeezed(best_s, budgets)
         main = blocks[name]
-        blocks = {**blocks, name: replace(main, seconds=max(main.seconds, seconds))}
+        blocks = {**blocks, name: replace(main, seconds=max(main.seconds, seconds - main.again_s(place.recompute)))}
         before, bound_s = bound_s, max(bound_s, bounds.step_s(blocks, place.step, place.recompute))
         if bound_s >= enough_s or bound_s <= before * (1 + _CHANGE) or not budgets:
             break
@@ -75,11 +75,11 @@ def squeezed(place: Place, bounds: Bounds, best_s: float, enough_s: float) -> Sq
 def leaner(place: Place, chosen: Chosen, budgets: tuple[Budget, ...]) -> Chosen | None:
     """`chosen` with a main block that keeps `budgets`; None where none was found, or it does already."""
     name = main_pattern(place.blocks)
-    found = place.chooser.within(name, place.boundary, place.price, budgets)
+    found = place.chooser.within(name, place.boundary, place.price, budgets, place.recompute)
     return None if found is None or found.picks == chosen.solutions[name].picks else Chosen(place.boundary, {**chosen.solutions, name: found})
 
 
-def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], Result | None]) -> list[Result]:
+def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], Result]) -> list[Result]:
     """Plans at `place` that need less memory than `first`, which does not fit, until one fits."""
     name = main_pattern(place.blocks)
     outline = place.chooser.outline
@@ -91,16 +91,14 @@ def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], R
         found = None
         if budget is not None:
             budgets.append(budget)
-            found = place.chooser.within(name, place.boundary, place.price, tuple(budgets[-_NUM_BUDGETS:]))
+            found = place.chooser.within(name, place.boundary, place.price, tuple(budgets[-_NUM_BUDGETS:]), place.recompute)
         if found is None:
             if others is not first.chosen:
                 break
-            others = place.chooser.choose_near(first.chosen, _lean(first.chosen, place.price, outline.counts))
+            others = place.chooser.choose_near(first.chosen, _lean(first.chosen, place.price, outline.counts), place.recompute)
             found = others.solutions[name]
             budgets.clear()
         result = cut(Chosen(place.boundary, {**others.solutions, name: found}))
-        if result is None:
-            break
         results.append(result)
         if result.fits:
             break
@@ -110,7 +108,7 @@ def plans(place: Place, bounds: Bounds, first: Result, cut: Callable[[Chosen], R
 
 def _tightest(budgets: tuple[Budget, ...], place: Place) -> tuple[Budget, ...]:
     """The budgets that the free choice exceeds most."""
-    free = place.chooser.free(main_pattern(place.blocks), place.boundary)
+    free = place.chooser.free(main_pattern(place.blocks), place.boundary, place.recompute)
     over = {b: b.used_bytes(free.point) - b.limit_bytes for b in budgets}
     worst = sorted((b for b in budgets if over[b] > 0.0), key=lambda b: (-over[b] / max(1.0, b.limit_bytes), b.limit_bytes, b.saved_factor))
     return tuple(worst[:_NUM_BUDGETS])

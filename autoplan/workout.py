@@ -9,7 +9,7 @@ Where memory bends or forbids these, autoplan/squeeze.py bounds the shape under 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -17,18 +17,33 @@ from autoplan import squeeze
 from autoplan.bounds import Least
 from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chosen
-from autoplan.cuts import best_cuts, layer_cuts
+from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts
 from autoplan.exhaust import every_choice
 from autoplan.outcome import Result
 from autoplan.rankmemory import by_rank, memories
 from autoplan.replay import durations, least_step, step_seconds
 from autoplan.shapebounds import ShapeBounds, dominates, parameter_width
-from autoplan.space import Shape, Storing
+from autoplan.space import RECOMPUTES, Shape, Storing
 from autoplan.squeeze import Place
 from autoplan.stagework import Work
 
 ENOUGH = 0.005  # the search ends once nothing left can be faster by more
+_NUM_DEALT = 3  # cuts that deal blocks out evenly
 _NEAR = 1.1  # times of the best plan, within which a plan is looked at twice
+
+
+class _Found:
+    """Plans of one shape, and a bound of those that were not looked at."""
+
+    def __init__(self, best_s: float) -> None:
+        self._best_s = best_s
+        self.results: list[Result] = []
+        self.least_s = float("inf")
+
+    @property
+    def fastest_s(self) -> float:
+        """Of all plans that are known, these included."""
+        return min([self._best_s, *(r.step_s for r in self.results if r.fits)])
 
 
 class WorkOut:
@@ -41,63 +56,79 @@ class WorkOut:
         """Plans of a shape, and a lower bound of all its plans that take less than `best_s` (else `best_s`).
         `is_squeezed`: what does not fit is made to."""
         chooser, price = self.shapes.chooser(shape), self.shapes.price(shape)
-        places: list[tuple[float, tuple, Storing, Boundary, Mapping[str, Least]]] = []
-        for number, boundary in enumerate(self.shapes.boundaries(shape)):
-            blocks = self.shapes.solved(shape, boundary)
-            if blocks is not None:
-                for s in self.shapes.storings(shape):
-                    places.append((self.shapes.least_step_s(blocks, shape, s), (*s.order, number), s, boundary, blocks))
-        some = best_s == float("inf") and all(place[0] == float("inf") for place in places)  # of what cannot fit, to say what is missing
-        results: list[Result] = []
+        found = _Found(best_s)
         every: dict[Boundary, tuple[Chosen, ...]] = {}
-        least_s = float("inf")
-        for bound_s, _, storing, boundary, blocks in sorted(places, key=lambda place: place[:2]):
-            fastest_s = min([best_s, *(r.step_s for r in results if r.fits)])
-            if bound_s >= fastest_s and not some:
-                least_s = min(least_s, bound_s)
+        known = sorted(self.shapes.by_recompute(shape).items(), key=lambda item: (item[1], RECOMPUTES.index(item[0])))
+        some = best_s == float("inf") and known[0][1] == best_s  # of what cannot fit, to say what is missing
+        for recompute, known_s in known:
+            if not some and known_s >= found.fastest_s:
+                found.least_s = min(found.least_s, known_s)
                 continue
-            if any(r.fits and not r.is_bent and r.chosen.boundary == boundary and dominates(r.storing, storing) for r in results):
-                continue
-            chosen = chooser.choose(boundary, price)
-            if chosen is None:
-                continue
+            for bound_s, _, storing, boundary, blocks in sorted(self._places(shape, recompute), key=lambda place: place[:2]):
+                if not some and bound_s >= found.fastest_s:
+                    found.least_s = min(found.least_s, bound_s)
+                    continue
+                if any(r.fits and not r.is_bent and r.chosen.boundary == boundary and dominates(r.storing, storing) for r in found.results):
+                    continue
+                chosen = chooser.choose(boundary, price, recompute)
+                if chosen is None:
+                    continue
 
-            def cut(chosen: Chosen, storing: Storing = storing, below_s: float = fastest_s) -> Result | None:
-                return self._cut(shape, storing, Work(self.shapes.outline, chooser.local, chosen, storing.recompute, self.shapes.step(shape, storing)), below_s)
+                def cut(chosen: Chosen, storing: Storing = storing, below_s: float = found.fastest_s) -> Result:
+                    work = Work(self.shapes.outline, chooser.local, chosen, storing.recompute, self.shapes.step(shape, storing))
+                    return self._cut(shape, storing, work, below_s)
 
-            result = cut(chosen)
-            if result is None:
-                continue
-            first = len(results)
-            results.append(result)
-            if (not result.fits or result.is_bent) and not some:
-                place = Place(chooser, boundary, price, self.shapes.step(shape, storing), storing.recompute, blocks)
-                fastest_s = min(fastest_s, result.step_s) if result.fits else fastest_s
-                enough_s = fastest_s * (1 - ENOUGH)
-                if self.shapes.task.stages is None:
-                    known = squeeze.squeezed(place, self.shapes.bounds, fastest_s, enough_s)
-                    bound_s = max(bound_s, known.bound_s)
-                    lean = squeeze.leaner(place, chosen, known.budgets) if bound_s < enough_s and is_squeezed else None
-                    result = (cut(lean) if lean is not None else None) or result
-                    results += [result] if result is not results[-1] else []
-                if not result.fits and bound_s < enough_s and is_squeezed:
-                    results += squeeze.plans(place, self.shapes.bounds, result, cut)
-            for fitting in [r for r in results[first:] if r.fits and r.step_s < fastest_s * _NEAR]:
-                for weighing in squeeze.exposing(fitting, price, self.shapes.outline.counts):
-                    again = cut(chooser.choose_near(fitting.chosen, weighing))
-                    results += [again] if again is not None else []
-            if boundary not in every:
-                every[boundary] = every_choice(chooser, boundary, price)
-            results += [more for one in every[boundary] if (more := cut(one)) is not None]
-            least_s = min(least_s, bound_s)
-        return results, min([least_s, best_s, *(r.step_s for r in results if r.fits)])
+                place = Place(chooser, boundary, price, self.shapes.step(shape, storing), recompute, blocks)
+                first = len(found.results)
+                bound_s = self._fill(found, place, chosen, cut, bound_s, is_squeezed=is_squeezed, some=some)
+                for fitting in [r for r in found.results[first:] if r.fits and r.step_s < found.fastest_s * _NEAR]:
+                    found.results += [cut(chooser.choose_near(fitting.chosen, other, recompute)) for other in squeeze.exposing(fitting, price, self._counts)]
+                if boundary not in every:
+                    every[boundary] = every_choice(chooser, boundary, price)
+                found.results += [cut(one) for one in every[boundary]]
+                found.least_s = min(found.least_s, bound_s)
+        return found.results, min(found.least_s, found.fastest_s)
 
-    def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result | None:
+    @property
+    def _counts(self) -> Mapping[str, int]:
+        return self.shapes.outline.counts
+
+    def _places(self, shape: Shape, recompute: str) -> list[tuple[float, tuple, Storing, Boundary, Mapping[str, Least]]]:
+        """Bound, order and all that is fixed but choices and cuts, for every boundary and ZeRO stage."""
+        places = []
+        for number, boundary in enumerate(self.shapes.boundaries(shape)):
+            blocks = self.shapes.solved(shape, boundary, recompute)
+            if blocks is not None:
+                storings = (s for s in self.shapes.storings(shape) if s.recompute == recompute)
+                places += [(self.shapes.least_step_s(blocks, shape, s), (*s.order, number), s, boundary, blocks) for s in storings]
+        return places
+
+    def _fill(self, found: _Found, place: Place, chosen: Chosen, cut: Callable[[Chosen], Result], bound_s: float, *, is_squeezed: bool, some: bool) -> float:
+        """Add the plan of `chosen`, and where memory bends or forbids it those that need less; returns the bound of the place's plans."""
+        result = cut(chosen)
+        found.results.append(result)
+        if some or (result.fits and not result.is_bent):
+            return bound_s
+        fastest_s = min(found.fastest_s, result.step_s) if result.fits else found.fastest_s
+        enough_s = fastest_s * (1 - ENOUGH)
+        if self.shapes.task.stages is None:
+            known = squeeze.squeezed(place, self.shapes.bounds, fastest_s, enough_s)
+            bound_s = max(bound_s, known.bound_s)
+            lean = squeeze.leaner(place, chosen, known.budgets) if bound_s < enough_s and is_squeezed else None
+            if lean is not None:
+                result = cut(lean)
+                found.results.append(result)
+        if not result.fits and bound_s < enough_s and is_squeezed:
+            found.results += squeeze.plans(place, self.shapes.bounds, result, cut)
+        return bound_s
+
+    def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result:
+        given = self.shapes.task.stages
+        if given is not None:
+            return self.result(shape, storing, work, given.starts, best_s)
         step, is_bent = self.shapes.step(shape, storing), False
         numbers, layers = self.shapes.outline.blocks, self.shapes.task.constraints.stage_layers
-        if self.shapes.task.stages is not None:
-            cuts: tuple[int, ...] | None = None
-        elif layers is not None:
+        if layers is not None:
             cuts = layer_cuts([self.shapes.task.graph.blocks[n].layer for n in numbers], layers)
         elif len(step.stage_ranks) == 1:
             cuts = (0, len(numbers))
@@ -106,16 +137,28 @@ class WorkOut:
             tail = work.tail_per_byte_s(self.shapes.optimizer_s / parameter_width(self.shapes.task.graph) / shares) / shape.num_micro_batches
             weights = np.array([b.slot_s for b in work.blocks]) + tail
             cuts = best_cuts(weights.tolist(), len(step.stage_ranks))
+            assert cuts is not None, "without memory some cut fits"
             fits = work.fits(step, self.shapes.width, self.shapes.limit_bytes)
-            if cuts is not None and not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
+            if not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
                 fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
-        if self.shapes.task.stages is not None:
-            starts = self.shapes.task.stages.starts
-        else:
-            assert cuts is not None
-            starts = (0, *(numbers[c] for c in cuts[1:-1]), len(self.shapes.task.graph.blocks))
-        return self.result(shape, storing, work, starts, best_s, is_bent=is_bent)
+        return min(
+            (self.result(shape, storing, work, self._starts(each), best_s, is_bent=is_bent) for each in (cuts, *self._dealt(shape))),
+            key=lambda r: (not r.fits, r.step_s if r.fits else r.memory.total, r.starts),
+        )
+
+    def _starts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        numbers = self.shapes.outline.blocks
+        return (0, *(numbers[c] for c in cuts[1:-1]), len(self.shapes.task.graph.blocks))
+
+    def _dealt(self, shape: Shape) -> tuple[tuple[int, ...], ...]:
+        """Cuts that give ranks of several stages as much, of which the first are tried."""
+        if shape.num_chunks == 1 or self.shapes.task.constraints.stage_layers is not None:
+            return ()
+        blocks, numbers = self.shapes.task.graph.blocks, self.shapes.outline.blocks
+        has_layers = any(block.layer for block in blocks)
+        units = [i for i, number in enumerate(numbers) if blocks[number].layer or not has_layers]
+        return dealt_cuts(units[0], units[-1] + 1 - units[0], len(numbers) - units[-1] - 1, shape.pp, shape.num_chunks)[:_NUM_DEALT]
 
     def result(self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], best_s: float = float("inf"), *, is_bent: bool = False) -> Result:
         """Stages that begin at blocks `starts`, priced and weighed."""

@@ -32,7 +32,7 @@ def check_bounds(searcher: Searcher, every: int = 1) -> list[Shape]:
     looked_at = list(searcher.space.shapes[::every])
     for shape in looked_at:
         times = [r.step_s for r in searcher.works.plans(shape)[0]]
-        bounds = [searcher.shapes.peak_bound(shape), *(bound(shape) for bound in searcher.shapes.tighter)]
+        bounds = [searcher.shapes.peak_bound(shape), *(bound(shape) for bound in searcher.shapes.tighter), searcher.shapes.program_bound(shape)]
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
     return looked_at
 
