@@ -25,7 +25,7 @@ from runtime.executor import Executor
 from runtime.paced import InstrPace, Pace, Pacer, clock_of
 from runtime.program import BlockCode, Program
 
-SLACK_S = 0.02  # of a host that may be late: many ranks share a core
+SLACK_S = 0.05  # of a host that may be late: many ranks share a core
 
 
 @dataclass(frozen=True)
