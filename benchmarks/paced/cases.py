@@ -100,7 +100,7 @@ def _fixed(setting: Setting, draw: random.Random) -> dict[str, Any]:
     tp = draw.choice([n for n in divisors(world) if n <= 8])
     pp = draw.choice([n for n in divisors(world // tp) if n <= len(setting.graph.blocks)])
     dp = world // tp // pp
-    fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "micro_batch_size": draw.choice([n for n in (1, 2, 4, 8, 16, 32) if n * dp <= ROWS] or [1])}
+    fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "micro_batch_size": draw.choice([n for n in (2, 4, 8, 16, 32) if n * dp <= ROWS] or [1])}
     fields["recompute"] = draw.choice(["none", "none", "selective", "full"])
     fields["zero"] = draw.choice([0, 1, 2, 3]) if dp > 1 else 0
     if pp > 1:
