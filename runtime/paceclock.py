@@ -9,7 +9,8 @@ given, and a host that may be `slack_s` late without the device running dry (a q
     send        there = max(ready, channel free) + seconds; channel free = there      one channel for each receiver
     receive     free = max(free, there)                                               the sender's `there` comes with the message
 
-Each waits until `free`, so that a host that is late by more than the slack, or a message that is, shows in the time of the step.
+Each waits until `free`, so that a host that is late by more than the slack, or a message that is, shows in the time of the step. With an infinite slack
+nothing waits: the ranks still do everything and meet, and `free` alone tells what it would take.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class PacedClock(CpuClock):
 
     def ready_s(self) -> float:
         """When the device can begin what comes next."""
-        late_s = time.perf_counter() - self.free_s
-        self.late_s = max(self.late_s, late_s if self.free_s else 0.0)
+        late_s = self.now() - self.free_s
+        self.late_s = max(self.late_s, late_s)
         return self.free_s + max(0.0, late_s - self.slack_s)
 
     def rest(self, seconds: float) -> None:
@@ -61,11 +62,16 @@ class PacedClock(CpuClock):
     def reach(self, moment_s: float) -> None:
         """Be busy, or wait for others, until a moment."""
         self.free_s = max(self.free_s, moment_s)
-        time.sleep(max(0.0, self.free_s - time.perf_counter()))
+        if self.slack_s < math.inf:
+            time.sleep(max(0.0, self.free_s - time.perf_counter()))
+
+    def now(self) -> float:
+        """Seconds: where nothing waits, of the device."""
+        return time.perf_counter() if self.slack_s < math.inf else self.free_s
 
     def reset(self) -> None:
         """Begin anew: nothing is under way, on this rank and on the others."""
-        self.free_s, self.late_s = time.perf_counter(), 0.0
+        self.free_s, self.late_s = (time.perf_counter() if self.slack_s < math.inf else 0.0), 0.0
         self._channels.clear()
 
     # -- messages: the payload and the moment at which it is there ------------------------------------------------------------------

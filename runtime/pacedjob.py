@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """A step as one rank saw it, optimizer included; on the clock that the ranks of a machine share. `late_s`: the most that the host was late."""
+    """A step as one rank saw it, optimizer included; on the clock that the ranks share (runtime/paceclock.py). `late_s`: the most that the host was late."""
 
     start_s: float
     end_s: float
@@ -75,10 +74,10 @@ def _step(executor: Executor, job: Job) -> Step:
     executor.zero_grad()
     dist.barrier()
     clock.reset()
-    start_s = time.perf_counter()
+    start_s = clock.now()
     executor.step(job.batch)
     clock.rest(job.pace.optimizer_s)
-    return Step(start_s, time.perf_counter(), clock.late_s)
+    return Step(start_s, clock.now(), clock.late_s)
 
 
 def _close(mesh: Mesh) -> None:

@@ -79,8 +79,9 @@ def ready(model: str, devices: str | Path) -> Setting:
     return Setting(model, cluster, capture(built, batch), batch, prices_of(cluster, profile))
 
 
-def sample(setting: Setting, num: int, seed: int = 0) -> Iterator[tuple[str, Plan]]:
-    """Plans unlike each other, of random meshes, micro-batches, schedules and ways of storing: those that are feasible."""
+def sample(setting: Setting, num: int, most_s: float, seed: int = 0) -> Iterator[tuple[str, Plan]]:
+    """Plans unlike each other, of random meshes, micro-batches, schedules and ways of storing: those that are feasible and predicted to take
+    `most_s` at most."""
     draw, seen = random.Random(seed), set()
     for _ in range(20 * num):
         if len(seen) == num:
@@ -90,7 +91,7 @@ def sample(setting: Setting, num: int, seed: int = 0) -> Iterator[tuple[str, Pla
         except AutoplanError:
             continue
         name = described(plan)
-        if name not in seen:
+        if name not in seen and plan.forecast.step_time_s <= most_s:
             seen.add(name)
             yield name, plan
 

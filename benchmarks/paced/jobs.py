@@ -22,13 +22,13 @@ import torch.multiprocessing as mp
 from autoplan.arrange import arranged
 from autoplan.graph import Graph
 from autoplan.lower import lower
-from autoplan.pacing import pace_of
+from autoplan.pacing import SLACK_S, pace_of
 from autoplan.plan import Plan
 from autoplan.replicas import place_of
 from costmodel.paced import PacedDevices, PacedPrices
 from runtime.pacedjob import Found, Job, least_disturbed, run
 
-_POLL_S = 0.1
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Measured:
         return self.plan.forecast.step_time_s / self.step_s - 1
 
 
-def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any) -> list[Job]:
-    """The job of every rank."""
+def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any, slack_s: float = SLACK_S) -> list[Job]:
+    """The job of every rank. With an infinite slack nothing sleeps, and the devices' own clocks tell what a step would take."""
     own, prices, found = arranged(graph, plan), PacedPrices(devices), []
     programs: dict[int, Any] = {}
     for rank in range(devices.num_devices):
@@ -55,17 +55,17 @@ def jobs_of(plan: Plan, graph: Graph, devices: PacedDevices, batch: Any) -> list
         if data_rank not in programs:
             programs[data_rank] = lower(plan, graph, data_rank=data_rank)
         program = programs[data_rank][place_of(plan.axes, "pp", rank)]
-        found.append(Job(program, pace_of(program, plan, own, prices, rank), batch))
+        found.append(Job(program, pace_of(program, plan, own, prices, rank, slack_s), batch))
     return found
 
 
 class Ranks:
     """Ranks of one gloo job on this machine, which live for many plans. Made by `ranks`."""
 
-    def __init__(self, num_ranks: int, folder: Path, timeout_s: float) -> None:
+    def __init__(self, num_ranks: int, folder: Path, slack_s: float, timeout_s: float) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["runtime.pacedjob", "autoplan.pacing"])  # type: ignore[attr-defined]
-        self.folder, self.timeout_s, self._number = folder, timeout_s, 0
+        self.folder, self.slack_s, self.timeout_s, self._number = folder, slack_s, timeout_s, 0
         port = _free_port()
         self.workers = [context.Process(target=_work, args=(rank, num_ranks, port, str(folder), timeout_s), daemon=True) for rank in range(num_ranks)]
         for worker in self.workers:
@@ -98,10 +98,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(num_ranks: int, timeout_s: float = 600.0) -> Iterator[Ranks]:
+def ranks(num_ranks: int, slack_s: float = SLACK_S, timeout_s: float = 600.0) -> Iterator[Ranks]:
     """`num_ranks` processes that wait for plans."""
     with tempfile.TemporaryDirectory(prefix="paced-") as folder:
-        made = Ranks(num_ranks, Path(folder), timeout_s)
+        made = Ranks(num_ranks, Path(folder), slack_s, timeout_s)
         try:
             yield made
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from autoplan.clusterprices import prices_of
 from autoplan.graph import Graph
 from autoplan.lower import lower
 from autoplan.models import MLP
-from autoplan.pacing import pace_of
+from autoplan.pacing import SLACK_S, pace_of
 from autoplan.plan import Plan
 from autoplan.replicas import place_of
 from costmodel.cluster import Cluster
@@ -55,12 +56,12 @@ def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return MLP((16, 24, 16, 24, 17, 24, 16, 24, 8)), {"x": torch.zeros(32, 16), "labels": torch.zeros(32, dtype=torch.long)}
 
 
-def jobs_of(plan: Plan, graph: Graph, cluster: Cluster, batch: Any) -> list[Job]:
+def jobs_of(plan: Plan, graph: Graph, cluster: Cluster, batch: Any, slack_s: float) -> list[Job]:
     found = []
     assert cluster.paced is not None
     for rank in range(cluster.num_devices):
         program = lower(plan, graph, data_rank=place_of(plan.axes, "dp", rank))[place_of(plan.axes, "pp", rank)]
-        found.append(Job(program, pace_of(program, plan, graph, PacedPrices(cluster.paced), rank), batch))
+        found.append(Job(program, pace_of(program, plan, graph, PacedPrices(cluster.paced), rank, slack_s), batch))
     return found
 
 
@@ -70,26 +71,27 @@ def _run(jobs: list[list[Job]]) -> list[Found]:
     return [run(own[dist.get_rank()], 1, most_steps=8) for own in jobs]
 
 
-def _check(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+def _check(folder: Path, cases: dict[str, dict[str, Any]], slack_s: float, within: float) -> None:
     cluster = lab(folder)
     model, batch = model_and_batch()
     graph, prices = capture(model, batch), prices_of(cluster, folder / "profile.sqlite")
     plans = {name: find_plan(graph, None, cluster, Constraints(**fixed), "sgd", prices=prices) for name, fixed in cases.items()}
-    jobs = [jobs_of(plan, graph, cluster, batch) for plan in plans.values()]
+    jobs = [jobs_of(plan, graph, cluster, batch, slack_s) for plan in plans.values()]
     by_rank = run_ranks(_run, 4, jobs, timeout_s=120.0)
     for number, (name, plan) in enumerate(plans.items()):
         found = [own[number] for own in by_rank]
         step = least_disturbed(found)
-        assert step.seconds == pytest.approx(plan.forecast.step_time_s, rel=0.05), (name, step.seconds, step.late_s)
+        assert step.seconds == pytest.approx(plan.forecast.step_time_s, rel=within), (name, step.seconds, step.late_s)
         for rank, one in enumerate(found):
             coordinates = {axis: place_of(plan.axes, axis, rank) for axis, _ in plan.axes}
             assert one.traffic == traffic(jobs[number][rank].program, coordinates), (name, rank)
 
 
-def test_every_schedule_takes_as_long_as_forecast(tmp_path: Path) -> None:
-    _check(tmp_path, PIPELINES)
+def test_the_clocks_of_paced_devices_agree_with_the_forecast(tmp_path: Path) -> None:
+    """Nothing sleeps, so that the load of the machine does not count."""
+    _check(tmp_path, PIPELINES | MESHES, math.inf, 0.01)
 
 
 @pytest.mark.slow
-def test_meshes_take_as_long_as_forecast(tmp_path: Path) -> None:
-    _check(tmp_path, MESHES)
+def test_every_schedule_takes_as_long_as_forecast(tmp_path: Path) -> None:
+    _check(tmp_path, PIPELINES, SLACK_S, 0.05)
