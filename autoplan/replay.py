@@ -1,7 +1,7 @@
 """Replay: the time of a step, event by event. Its memory: autoplan/rankmemory.py.
 
 Input are the loads of the stages (autoplan/load.py) and the schedule that the executor reads too (runtime/schedule.py). Every
-pipeline rank runs its actions in order; an action starts when the rank is free and what it needs has arrived:
+pipeline rank runs the preamble of its program at once, then its actions in order; an action starts when the rank is free and what it needs has arrived:
 
     start(F s,k)  = max(free(rank), arrival of every value sent to s for k)
     start(B s,k)  = max(free(rank), arrival of every gradient from the stages that s sent to)      BI, of a split backward, likewise
@@ -27,7 +27,8 @@ push, update and pull alone, but no step is shorter than what the busiest server
                                                                                           W' = W, without the own part where all serve
 
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets; compressed or late: autoplan/datasums.py), "tp" (deferred) and
-tied stages, the optimizer. The step ends with the slowest rank, and not before the late sums of the step before it.
+tied stages, the optimizer: each once a rank, so that of several stages on a rank the later ones add no latency of their own. The step ends with
+the slowest rank, and not before the late sums of the step before it.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     forward_s = load.forward.seconds
     weights_s = load.weights_s if step.is_split else 0.0
     backward_s = load.backward.seconds + load.recompute.seconds - weights_s
-    first_s, last_s, last_weights_s = forward_s + load.preamble_s, backward_s, weights_s
+    first_s, last_s, last_weights_s = forward_s, backward_s, weights_s
     dp = step.degree("dp")
     group = axis_group(step.axes, "dp", pricer.device)
     shards = RankGroup(step.shards, group.stride, group.start, group.concurrent)
@@ -136,6 +137,7 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     tail: list[tuple[str, str, float]] = []
     late: tuple[tuple[str, str, float], ...] = ()
     is_own = step.sums.is_own and dp > 1
+    joins = step.stage_ranks.index(step.stage_ranks[load.index]) < load.index
     if step.zero and step.shards > 1:
         share = trained / max(1, load.parameter_elements)
         gathers = [pricer.collective("all_gather", unit * width.parameter, shards) for unit in load.units]
@@ -157,17 +159,19 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
             replicas = RankGroup(dp // step.shards, group.stride * step.shards, group.start, group.concurrent * step.shards)
             tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
     elif dp > 1 and step.sync == "allreduce" and not is_own:
-        tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group)))
+        tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group, joins=joins)))
     if is_own:
         made = data_sums(step.sums, load, width, step.zero, group, pricer)
         late = tuple(part for part in made if step.sums.delay and (step.overlap or part[1] != "compute"))
         tail += [part for part in made if part not in late]
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
         total = sum(size for name, size in load.deferred if name == axis) // step.shards  # local shards are summed
-        tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device))))
+        tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device), joins=joins)))
     if load.tied_bytes:
         tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp", pricer.device))))
     update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, step.num_servers)), step.optimizer, float(width.total), pricer.device)
+    if joins:
+        update_s = max(0.0, update_s - pricer.prices.optimizer_s(0, step.optimizer, float(width.total), pricer.device))
     if step.sync == "allreduce" or dp == 1:
         tail.append(("optimizer", "compute", update_s))
     elif step.sync == "ps":
@@ -203,9 +207,11 @@ def _beside(step: Step, compute_s: float, moved_s: float, exposed_s: float) -> f
     return exposed_s + max(compute_s, moved_s) if step.overlap else compute_s + moved_s
 
 
-def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup) -> float:
+def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup, *, joins: bool = False) -> float:
+    """`joins`: the bytes share the last bucket of those before them."""
     full, rest = divmod(num_bytes, BUCKET_BYTES)
-    return full * pricer.collective("all_reduce", BUCKET_BYTES, group) + pricer.collective("all_reduce", rest, group)
+    seconds = full * pricer.collective("all_reduce", BUCKET_BYTES, group) + pricer.collective("all_reduce", rest, group)
+    return max(0.0, seconds - pricer.collective("all_reduce", 1, group)) if joins else seconds
 
 
 def send_s(pricer: Pricer, step: Step, src: int, dst: int, num_bytes: int) -> float:
@@ -244,8 +250,8 @@ def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Ste
     waits = {"F": _by_target(forward), "B": _by_target(backward), "BW": {}}
     arrived: dict[tuple[str, int, int, int], float] = {}
     channel: dict[tuple[int, int], float] = {}
-    free = [0.0] * len(plan)
-    busy = [0.0] * len(plan)
+    free = [max(load.preamble_s for load in loads if step.stage_ranks[load.index] == rank) for rank in range(len(plan))]
+    busy = list(free)
     at = [0] * len(plan)
     done: list[tuple[Action, float, float]] = []
     moves: list[tuple[int, int, int, str, float, float]] = []
