@@ -293,6 +293,7 @@ class Executor:
         if self.worker is None or not self.worker.has_started or self.worker.has_finished:
             return
         with guarded(self.mesh):
+            self.worker.rest()
             self._meet()
             self.worker.refresh()
             self._meet()

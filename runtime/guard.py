@@ -60,7 +60,7 @@ class Guard:
         self._key = f"runtime/mesh/{self.store.add(f'runtime/meshes/{self.rank}', 1)}"
         own = weakref.ref(self)
         self._heart = Heart.start(self.store, self._key, self.rank, lambda number: None if own() is None else own()._sign(number))  # type: ignore[union-attr]
-        weakref.finalize(self, self._heart.stopped.set)
+        weakref.finalize(self, self._heart.stop)  # at the end of the process too
 
     def _sign(self, number: int) -> Sign:
         at = self.recorder

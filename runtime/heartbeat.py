@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,18 +36,25 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Heart:
-    """The thread that writes this rank's signs until `tell` is gone. `stopped` ends it."""
+    """The thread that writes this rank's signs until `tell` is gone, or `stop`."""
 
     stopped: threading.Event
+    thread: threading.Thread
 
     @staticmethod
     def start(store: Any, key: str, rank: int, tell: Callable[[int], Sign | None]) -> Heart:
         """`tell(number)` gives the next sign, None at the end. A rank that others have found stuck ends here: nothing else can end it."""
-        heart = Heart(threading.Event())
+        stopped = threading.Event()
         own = store.clone()  # a call of the main thread that blocks must not hold this one up
-        threading.Thread(target=_beat, args=(own, key, rank, tell, heart.stopped), name="runtime-heart", daemon=True).start()
-        weakref.finalize(heart.stopped, heart.stopped.set)
+        heart = Heart(stopped, threading.Thread(target=_beat, args=(own, key, rank, tell, stopped), name="runtime-heart", daemon=True))
+        heart.thread.start()
         return heart
+
+    def stop(self) -> None:
+        """End the thread, and wait until it has left the store: a process that ends meanwhile is aborted by the thread's return into Python."""
+        self.stopped.set()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(2 * BEAT_S)
 
 
 def _beat(store: Any, key: str, rank: int, tell: Callable[[int], Sign | None], stopped: threading.Event) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from runtime.errors import CommunicationError
 from runtime.order import Exchange
 
 Groups = list[list[torch.nn.Parameter]]  # the served pieces of each group of the optimizer
@@ -32,6 +33,7 @@ class ParameterServer:
         self.exchanges: list[Exchange] = []
         self._steps: list[float] = [0] * num_workers  # that each worker has pushed
         self._pulled = [0] * num_workers  # updates that its weights had
+        self._resting: set[int] = set()  # workers that wait for all others
         self._changed = threading.Condition()
 
     def push(self, worker: int, step: int, grads: Sequence[torch.Tensor] | None, rates: Sequence[float]) -> None:
@@ -52,9 +54,13 @@ class ParameterServer:
             self._changed.notify_all()
 
     def pull(self, worker: int, step: int, check: Callable[[], None] = lambda: None, *, waits: bool = True) -> list[torch.Tensor]:
-        """The weights for a worker's step, once they are new enough. `check` is called twice a second and may raise."""
+        """The weights for a worker's step, once they are new enough. `check` is called twice a second and may raise.
+
+        Raises CommunicationError where a worker that has to push first rests: neither could go on.
+        """
         with self._changed:
             while waits and not self._is_new_enough(step):
+                self._check_that_none_rests(worker, step)
                 self._changed.wait(0.5)
                 check()
             slowest = min(self._steps)
@@ -65,6 +71,27 @@ class ParameterServer:
 
     def _is_new_enough(self, step: int) -> bool:
         return self.bound is None or min(self._steps) >= step - self.bound
+
+    def _check_that_none_rests(self, worker: int, step: int) -> None:
+        assert self.bound is not None
+        late = next((w for w in sorted(self._resting) if self._steps[w] < step - self.bound), None)
+        if late is not None:
+            raise CommunicationError(
+                f"worker {worker} has made {step} steps, worker {late} {self._steps[late]}, which is more than staleness={self.bound} behind, and worker "
+                f"{late} waits for all in evaluate, full_state_dict or save: nobody can go on. Let all workers make as many steps before such a call, or "
+                "leave out the bound"
+            )
+
+    def rest(self, worker: int) -> None:
+        """A worker waits for all others in a call of all: it pushes nothing before they have come."""
+        with self._changed:
+            self._resting.add(worker)
+            self._changed.notify_all()
+
+    def go_on(self, worker: int) -> None:
+        """All have come."""
+        with self._changed:
+            self._resting.discard(worker)
 
     def finish(self, worker: int) -> None:
         """A worker makes no more steps."""

@@ -6,6 +6,7 @@ the bound of staleness allows it. Servers keep their part in the CPU's memory.
 
     push     apply the gradients; answer with weights for the next step       refresh   answer with the weights as they are
     skip     the step had no gradient; as a push without one                  finish    answer once every worker has finished
+    rest     the worker waits for all others; no answer. Who waits for its next push under the bound is given an error
 
 Waiting for an answer ends with an error of any rank, and where a worker makes no request for IDLE_S seconds.
 """
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.collective import everyone
-from runtime.errors import StageError, failing
+from runtime.errors import CommunicationError, StageError, failing
 from runtime.mesh import Mesh
 from runtime.order import Record
 from runtime.parameter_server import MakeOptimizer, ParameterServer
@@ -33,7 +34,7 @@ from runtime.storage import Resident
 
 IDLE_S = 3600.0  # a worker that asks for nothing so long is taken to hang
 _REQUESTS, _ANSWERS = 1, 2  # tags
-_PUSH, _SKIP, _REFRESH, _FINISH = range(4)
+_PUSH, _SKIP, _REFRESH, _FINISH, _REST = range(5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +135,17 @@ class Worker:
         self.steps += 1
         self._ask(_PUSH if has_grads else _SKIP, rates)
 
+    def rest(self) -> None:
+        """Tell the servers that this worker waits for all others, until `refresh`."""
+        header = torch.tensor([_REST, self.steps] + [0.0] * self._num_rates, dtype=torch.float64)
+        for part in self._parts:
+            if part.server == self.axis.index:
+                assert self.server is not None
+                self.server.rest(self.axis.index)
+            else:
+                with self._failing(part.server, "message to"):
+                    self._wait(dist.isend(header, self.axis.ranks[part.server], self._group, _REQUESTS), part.server, "message to")
+
     def refresh(self) -> None:
         """Pull the weights as they are."""
         self._ask(_REFRESH, [0.0] * self._num_rates)
@@ -228,6 +240,9 @@ class Worker:
                 header = torch.empty(2 + self._num_rates, dtype=torch.float64)
                 _received(dist.irecv(header, peer, self._group, _REQUESTS), IDLE_S)
                 request, step, rates = int(header[0]), int(header[1]), header[2:].tolist()
+                if request == _REST:
+                    server.rest(worker)
+                    continue
                 grads = part.buffers() if request == _PUSH else []
                 for message in grads:
                     _received(dist.irecv(message, peer, self._group, _REQUESTS), self.mesh.timeout_s)
@@ -239,6 +254,8 @@ class Worker:
                     return
         except StageError:
             return  # told by the rank that failed; whoever waits for this server looks for it too
+        except CommunicationError as error:
+            self.axis.guard.report(f"the server on rank {self.axis.rank}: {error}")
         except Exception as error:
             self.axis.guard.report(f"the server on rank {self.axis.rank} lost the worker on rank {peer} before pm.finish(): {type(error).__name__}: {error}")
 
@@ -250,6 +267,8 @@ def _received(work: Any, timeout_s: float) -> None:
 def _apply(server: ParameterServer, worker: int, request: int, step: int, grads: list[torch.Tensor] | None, rates: Sequence[float]) -> None:
     if request in (_PUSH, _SKIP):
         server.push(worker, step, grads, rates)
+    elif request == _REFRESH:
+        server.go_on(worker)
     elif request == _FINISH:
         server.finish(worker)
 

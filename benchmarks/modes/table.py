@@ -4,8 +4,8 @@
 
 The problem: an MLP learns a random teacher from `--batches` global batches of 64 rows, on gloo ranks of this machine, of which the last
 rests `--pause-ms` before every step of its own. All modes see the same number of rows. Asynchronous workers take 16 rows at a time
-from what is left, at a learning rate divided by their number, since each of their pushes is an update. A mode that this release
-cannot plan is left out with the reason.
+(from what is left, or under a bound equally many), at a learning rate divided by their number, since each of their pushes is an update.
+`1-bit Adam` is plain Adam for a fifth of its updates. A mode that this release cannot plan is left out with the reason.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def measure(mode: str, batches: int, pause_s: float) -> Row:
         pm = autoplan.parallelize(model, rows(0, ROWS), cluster=f"cpu:1x{world}", constraints=constraints, optimizer=optimizer.lower())
     except (autoplan.InfeasibleError, autoplan.UsageError) as error:
         return Row(mode, left_out=str(error))
-    is_async = pm.plan.sync == "async"
-    opt = pm.optimizer(getattr(torch.optim, optimizer), lr=RATES[optimizer] / (world if is_async else 1))
+    is_async, bound = pm.plan.sync == "async", MODES[mode].get("staleness")
+    options = {"betas": (0.9, 0.95)} if optimizer == "Adam" else {}
+    options |= {"warmup_steps": batches // 5} if pm.plan.compression == "1bit-adam" else {}
+    opt = pm.optimizer(getattr(torch.optim, optimizer), lr=RATES[optimizer] / (world if is_async else 1), **options)
     held_out, row = rows(10**6, 512), Row(mode, predicted_step_s=pm.plan.forecast.step_time_s)
     row.losses.append(pm.evaluate(held_out).item())
     counter = dist.distributed_c10d._get_default_store()
@@ -98,7 +100,8 @@ def measure(mode: str, batches: int, pause_s: float) -> Row:
         share = batches // POINTS
         dist.barrier()
         start_s = time.perf_counter()
-        for batch in _numbers(counter, f"{mode}/{point}", share * world) if is_async else range(share):
+        numbers = range(share) if not is_async else _numbers(counter, f"{mode}/{point}", share * world) if bound is None else range(rank, share * world, world)
+        for batch in numbers:
             if rank == world - 1:
                 time.sleep(pause_s)
             number = point * share * (world if is_async else 1) + batch
@@ -141,7 +144,7 @@ def work(output: Path, batches: int, pause_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--pause-ms", type=float, default=100.0)

@@ -118,7 +118,9 @@ def both(folder: str) -> list[dict[str, Any]]:
 def test_two_workers_replay_bit_for_bit_and_keep_the_bound(tmp_path):
     for name in ("free", "bounded", "lockstep"):
         (tmp_path / name).mkdir()
-    ranks = run_ranks(both, 2, str(tmp_path), timeout_s=250)
+    found = run_ranks(both_ends, 2, str(tmp_path), timeout_s=250)
+    assert all("worker 0 has made 4 steps, worker 1 2, which is more than staleness=1 behind" in text for _, text in found), found
+    ranks = [ran for ran, _ in found]
     free, bounded, lockstep = ([rank[i] for rank in ranks] for i in range(3))
     assert checked(free, 2, 8).servers == (1,)
     record = checked(bounded, 2, 8)
@@ -128,6 +130,28 @@ def test_two_workers_replay_bit_for_bit_and_keep_the_bound(tmp_path):
     record.save(tmp_path / "record.json")
     assert Record.load(tmp_path / "record.json") == record
     assert free[0]["after"] == free[1]["after"] < free[0]["before"]
+
+
+def apart() -> str:
+    """The error where a worker evaluates while another is waiting for it under the bound."""
+    torch.set_num_threads(1)
+    model, plan = planned(2, staleness=1)
+    example = {key: torch.cat([batches(w, 0)[key] for w in range(2)]) for key in ("x", "labels")}
+    pm = autoplan.parallelize(model, example, plan=plan)
+    opt = pm.optimizer(torch.optim.SGD, lr=0.05)
+    pm.evaluate(example)
+    try:
+        for step in range(2 if dist.get_rank() else 6):
+            pm.forward_backward(batches(dist.get_rank(), step))
+            opt.step()
+        pm.evaluate(example)
+    except autoplan.RunError as error:
+        return str(error)
+    return "none"
+
+
+def both_ends(folder: str) -> tuple[list[dict[str, Any]], str]:
+    return both(folder), apart()
 
 
 def in_turn(folder: str) -> dict[str, Any]:
