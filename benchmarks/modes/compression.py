@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 import autoplan
 from autoplan.datasums import PASSES
@@ -147,7 +147,7 @@ def main() -> None:
         passes()
         return
     if options.inside:
-        mp.spawn(_rank, (options.ranks, options.inside, options), nprocs=options.ranks)
+        spawn(_rank, (options.ranks, options.inside, options), nprocs=options.ranks)
         return
     tools = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
     if tools:
