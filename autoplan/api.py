@@ -14,6 +14,7 @@ from autoplan.constraints import Constraints
 from autoplan.errors import ClusterError, UsageError
 from autoplan.frontend import capture
 from autoplan.graph import Graph
+from autoplan.ownprices import own_prices
 from autoplan.plan import Plan
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
@@ -25,11 +26,21 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def load_cluster(cluster: str | Path | Cluster) -> Cluster:
-    """A preset "DEVICE:NODESxPER_NODE", a YAML file or a Cluster. Raises ClusterError."""
+    """A preset "DEVICE:NODESxPER_NODE", a YAML file, a Cluster, or "detect:RANKS" of this machine. Raises ClusterError."""
+    if is_own(cluster):
+        ranks = str(cluster).partition(":")[2] or "1"
+        if not ranks.isdigit() or int(ranks) < 1:
+            raise ClusterError(f"cluster {cluster!r}: expected detect or detect:RANKS, like detect:4")
+        return detect(int(ranks))
     try:
         return Cluster.parse(cluster)
     except ValueError as error:
         raise ClusterError(str(error)) from error
+
+
+def is_own(cluster: str | Path | Cluster | None) -> bool:
+    """Whether a cluster argument means the present machine."""
+    return cluster is None or (isinstance(cluster, str) and cluster.partition(":")[0] == "detect")
 
 
 def find_plan(
@@ -47,7 +58,8 @@ def find_plan(
     """The best plan for training `model` on the global batch `batch` on `cluster` (None: this job's own ranks). No device of the cluster is needed.
 
     `model` may live on the meta device, or be a graph that was captured before. `prices` default to the analytic
-    model of the cluster, and to measurements where its devices are paced. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
+    model of the cluster, and to measurements where its devices are paced; for the present machine (None, "detect:RANKS") to what
+    `autoplan profile` measured, if it did. Raises CaptureError, ClusterError, UsageError or InfeasibleError.
     """
     from autoplan.search import search
 
@@ -59,7 +71,8 @@ def find_plan(
     graph = model if isinstance(model, Graph) else capture(model, _example(model, batch, found.num_devices), loss_fn, precision=precision)
     if graph.loss is None:
         warnings.warn(f"{graph.name} gives no loss, so the plan is one of its forward pass: to train, give labels in the batch, or loss_fn", stacklevel=2)
-    return search(graph, found, prices or prices_of(found), constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
+    prices = prices or (own_prices(graph, found) if is_own(cluster) else prices_of(found))
+    return search(graph, found, prices, constraints or Constraints(), optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
 
 
 def _example(model: torch.nn.Module, batch: Batch | None, num_devices: int) -> Batch:

@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="a preset (`autoplan models`), hf:PATH_OR_ID, or FILE_OR_MODULE:FACTORY")]
-ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help="DEVICE:NODESxPER_NODE (`autoplan clusters`) or a YAML file")]
+ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help="DEVICE:NODESxPER_NODE (`autoplan clusters`), a YAML file, or detect:RANKS (here)")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", "-b", help="rows of the global batch", show_default="32, or one a device")]
 Seq = Annotated[int | None, typer.Option("--seq", "-s", help="tokens a row", show_default="the model's own")]
 Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16", show_default="bf16 on GPUs, fp32 on CPUs")]
@@ -58,7 +58,7 @@ def demo(
 @app.command()
 def plan(
     model: Model,
-    cluster: ClusterOption,
+    cluster: ClusterOption = "detect",
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     dp: Annotated[int | None, fixed("data parallel degree")] = None,
@@ -86,7 +86,7 @@ def plan(
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """Find the best plan for a model on a cluster. No device of the cluster is needed."""
+    """Find the best plan for a model on a cluster. No device of the cluster is needed; this machine is priced as `autoplan profile` measured it."""
     from autoplan.commands.planning import plan_command
 
     chosen = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "sequence_parallel": sequence_parallel, "zero": zero, "zero_group": zero_group}

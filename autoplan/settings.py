@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from autoplan.agreement import from_first_rank
-from autoplan.api import LossFn, find_plan, load_cluster
+from autoplan.api import LossFn, find_plan, is_own, load_cluster
 from autoplan.constraints import Constraints
 from autoplan.graph import Graph
+from autoplan.ownprices import own_prices
 from autoplan.plan import Plan
 from autoplan.planfile import dumps, loads
 from autoplan.retarget import retarget
@@ -57,6 +58,7 @@ def plan_for(graph: Graph, settings: Settings, capture_plain: Callable[[], Graph
 def _searched(graph: Graph, settings: Settings) -> Plan:
     def text() -> str:
         cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(world_size())
-        return dumps(find_plan(graph, None, cluster, settings.constraints, settings.optimizer, settings.precision))
+        prices = own_prices(graph, cluster) if is_own(settings.cluster) else None
+        return dumps(find_plan(graph, None, cluster, settings.constraints, settings.optimizer, settings.precision, prices=prices))
 
     return loads(from_first_rank(text))

@@ -25,15 +25,15 @@ from costmodel.cluster import Cluster
 from costmodel.collective import served_share
 from costmodel.links import fit
 from costmodel.measure import NotMeasurableError
-from costmodel.opclass import op_class
+from costmodel.opclass import base_name, op_class
 from costmodel.opkey import Collective, OpKey, OpTime
 from costmodel.profile import LinkFit, Profile
-from costmodel.roofline import tensor_bytes
 from costmodel.stopwatch import PresentDevice, Stopwatch
 
 _KEY_BUDGET_S = 0.04
 _OPTIMIZER_ELEMENTS = (1 << 12, 1 << 20)
 _LINK_BYTES = (1 << 10, 1 << 20)
+_BY_FLOPS = ("einsum",)  # whose formula needs flops, which a profile does not hold
 _MAX_FAILURES = 3  # of one operator, before it is no longer tried
 
 
@@ -54,6 +54,11 @@ class MeasuredPrices:
     _ops: dict[tuple[OpKey, float], OpTime] = field(default_factory=dict, init=False, repr=False)
     _fits: dict[Collective, LinkFit | None] = field(default_factory=dict, init=False, repr=False)  # of no bytes
     _ratios: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for key, seconds in self.profile.ops():
+            if base_name(key.target) not in _BY_FLOPS and not key.target.startswith("optimizer."):
+                self._remember(key, seconds, self._formula(key, 0))
 
     def op(self, key: OpKey, device: int = 0) -> OpTime:
         group = self.cluster.group_of(device)[0]
@@ -84,7 +89,7 @@ class MeasuredPrices:
         if known is not None:
             self._remember(key, known, formula)
             return known, "measured"
-        ratio = self._ratio(key)
+        ratio = self._ratio(key, formula)
         if ratio is None:
             return formula, "formula"
         forward, backward = ratio
@@ -116,17 +121,17 @@ class MeasuredPrices:
         if formula.forward_s <= 0:
             return
         backward = known.backward_s / formula.backward_s if formula.backward_s > 0 else 1.0
-        entry = (_size(key), known.forward_s / formula.forward_s, backward)
+        entry = (_size(formula), known.forward_s / formula.forward_s, backward)
         ratios = self._ratios.setdefault(key.target, [])
         if entry not in ratios:
             bisect.insort(ratios, entry)
 
-    def _ratio(self, key: OpKey) -> tuple[float, float] | None:
+    def _ratio(self, key: OpKey, formula: OpTime) -> tuple[float, float] | None:
         """Measured over formula at this size, between the nearest measured sizes of the operator (log-log)."""
         known = self._ratios.get(key.target)
-        if not known:
+        if not known or formula.forward_s <= 0:
             return None
-        size = _size(key)
+        size = _size(formula)
         i = bisect.bisect_left(known, (size, 0.0, 0.0))
         if i == 0 or i == len(known):
             _, forward, backward = known[min(i, len(known) - 1)]
@@ -210,7 +215,6 @@ class MeasuredPrices:
         return tuple(lines)
 
 
-def _size(key: OpKey) -> float:
-    """Logarithm of the work of a key: flops where it has them, else bytes."""
-    total = key.flops or sum(tensor_bytes(*t) for t in (*key.operands, *key.outputs))
-    return math.log(max(1, total))
+def _size(formula: OpTime) -> float:
+    """Logarithm of the work of a key, as the formula sees it."""
+    return math.log(formula.forward_s)

@@ -19,7 +19,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
-from costmodel.opkey import OpKey, OpTime
+from costmodel.opkey import OpKey, OpTime, Shape
 
 _VERSION = 1  # of the way of measuring: entries of another version are not read
 _WAIT_S = 30.0
@@ -80,6 +80,10 @@ def key_text(key: OpKey) -> str:
     return json.dumps([key.target, key.operands, key.outputs, key.args, key.grads])
 
 
+def _tensors(found: list) -> tuple[tuple[Shape, str], ...]:
+    return tuple((tuple(shape), dtype) for shape, dtype in found)
+
+
 def default_path() -> Path:
     """The file that profiles are kept in, in the user's cache folder."""
     return Path(platformdirs.user_cache_dir("autoplan")) / "profile.sqlite"
@@ -123,6 +127,12 @@ class Profile:
 
     def op(self, key: OpKey) -> OpTime | None:
         return self._ops.get(key_text(key))
+
+    def ops(self) -> Iterator[tuple[OpKey, OpTime]]:
+        """Everything that was timed here; keys without their flops, which do not name them."""
+        for text, seconds in self._ops.items():
+            target, operands, outputs, args, grads = json.loads(text)
+            yield OpKey(target, _tensors(operands), _tensors(outputs), args, tuple(grads), 0), seconds
 
     def link(self, kind: str, size: int, world: int) -> LinkFit | None:
         return self._links.get((kind, size, world))

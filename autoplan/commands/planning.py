@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.api import find_plan, load_cluster
+from autoplan.api import find_plan, is_own, load_cluster
 from autoplan.commands.console import note, say, working, write_whole
 from autoplan.constraints import Constraints
 from autoplan.errors import UsageError
@@ -38,7 +38,9 @@ def plan_command(
     found = load_cluster(cluster)
     constraints = read_constraints(fixed)
     source = load_model(model, found, global_batch, seq)
-    plan = plan_for(source, found, constraints, optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
+    plan = plan_for(source, cluster if is_own(cluster) else found, constraints, optimizer=optimizer, precision=precision, time_limit_s=time_limit_s)
+    if is_own(cluster) and plan.forecast.source == "analytic":
+        note(f"priced by formulas: nothing was measured here for this model. To measure it: autoplan profile {model} --ranks {found.num_devices}")
     plan = replace(plan, alternatives=plan.alternatives[: top - 1])
     if output is not None:
         write_whole(output, dumps(plan))
@@ -57,11 +59,18 @@ def load_model(model: str, cluster: Cluster, global_batch: int | None, seq: int 
 
 
 def plan_for(
-    source: Source, cluster: Cluster, constraints: Constraints, *, optimizer: str = "adamw", precision: str | None = None, time_limit_s: float | None = None
+    source: Source,
+    cluster: str | Cluster,
+    constraints: Constraints,
+    *,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    time_limit_s: float | None = None,
 ) -> Plan:
     """The best plan, under the name that the user gave the model."""
-    precision = default_precision(precision, cluster)
-    with working(f"planning {source.name} on {cluster.name}"):
+    found = load_cluster(cluster)
+    precision = default_precision(precision, found)
+    with working(f"planning {source.name} on {found.name}"):
         plan = find_plan(source.model, source.batch, cluster, constraints, optimizer, precision, time_limit_s)
     return replace(plan, model=source.name)
 

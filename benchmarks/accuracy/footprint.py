@@ -18,6 +18,7 @@ The peak is of the fullest stage. What a source reports may be another stage's (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.accuracy import block
@@ -50,18 +51,21 @@ class Footprint:
         return self.needed + self.slack
 
 
-def footprint(run: Run, calibration: Calibration) -> Footprint:
-    """Bytes of the fullest stage. Formulas: the module's text."""
+Saved = Callable[[Run, bool], float]  # bytes that a layer keeps of a micro-batch; with fused attention or without
+
+
+def footprint(run: Run, calibration: Calibration, saved: Saved | None = None) -> Footprint:
+    """Bytes of the fullest stage. Formulas: the module's text; `saved`: another way to what a layer keeps."""
     last = len(run.stages) - 1
     kinds = {(s.layers, s.device): i for i, s in reversed(list(enumerate(run.stages)))}  # the first of each kind holds the most micro-batches
-    return max((_stage(run, calibration, i) for i in sorted({0, last, *kinds.values()})), key=lambda f: f.total)
+    return max((_stage(run, calibration, i, saved or saved_bytes) for i in sorted({0, last, *kinds.values()})), key=lambda f: f.total)
 
 
-def reported(run: Run, calibration: Calibration) -> Footprint:
+def reported(run: Run, calibration: Calibration, saved: Saved | None = None) -> Footprint:
     """Bytes of the stage whose memory the run's source reports."""
     if run.reported == "fullest":
-        return footprint(run, calibration)
-    return _stage(run, calibration, 0 if run.reported == "first" else len(run.stages) - 1)
+        return footprint(run, calibration, saved)
+    return _stage(run, calibration, 0 if run.reported == "first" else len(run.stages) - 1, saved or saved_bytes)
 
 
 def settled(run: Run, calibration: Calibration) -> Run:
@@ -72,11 +76,11 @@ def settled(run: Run, calibration: Calibration) -> Run:
     return free if fits(free, calibration) else replace(run, recompute="full")
 
 
-def fits(run: Run, calibration: Calibration) -> bool:
+def fits(run: Run, calibration: Calibration, saved: Saved | None = None) -> bool:
     """Whether the fullest rank stays within its device's memory, and every stage has something to train (an optimizer of none is refused)."""
     if any(stage.layers == 0 for stage in run.stages[1:-1]):
         return False
-    return footprint(run, calibration).needed <= min(g.device.memory_bytes for g in run.cluster.groups)
+    return footprint(run, calibration, saved).needed <= min(g.device.memory_bytes for g in run.cluster.groups)
 
 
 def widths(run: Run) -> Widths:
@@ -139,7 +143,7 @@ def logit_bytes(run: Run) -> int:
     return e + copied + 12
 
 
-def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
+def _stage(run: Run, calibration: Calibration, index: int, saved: Saved) -> Footprint:
     stack, stage = calibration.stack(run.stack), run.stages[index]
     m, e, last = run.model, item_bytes(run.dtype), len(run.stages) - 1
     ranks = run.dp * run.cp
@@ -148,12 +152,12 @@ def _stage(run: Run, calibration: Calibration, index: int) -> Footprint:
     rest = states(size, widths(run), run.zero, min(run.zero_group, ranks))
     rows = run.micro_batch * m.seq // run.cp
     inputs = e * rows * m.hidden / (run.tp if run.sequence_parallel else 1)
-    layer = saved_bytes(run, run.flash)
+    layer = saved(run, run.flash)
     kept, working = {
         "full": (inputs, layer),
         "partial": ((inputs + layer) / 2, layer),
         "selective_layer": ((inputs + layer) / 2, layer),
-        "selective": (saved_bytes(run, flash=True), layer - saved_bytes(run, flash=True)),
+        "selective": (saved(run, True), layer - saved(run, True)),
         "selective_op": (0.35 * layer, 0.65 * layer),  # every second product, the attention's output, the layer's input
     }.get(run.recompute, (layer, 0.0))
     held = min(len(run.stages) - index, run.num_micro) if last else 1

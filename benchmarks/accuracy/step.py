@@ -12,6 +12,7 @@ included), p stages, m micro-batches and v chunks a rank:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -119,17 +120,37 @@ class StepTime:
         return self.pipeline_s + self.reduce_s + self.optimizer_s + self.host_s
 
 
-def step_time(run: Run, calibration: Calibration) -> StepTime:
-    """Predicted time of one training step. Formulas: the module's text."""
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer and micro-batch on one rank: products, attention, passes over memory, and the seconds of its tensor-axis collectives."""
+
+    products: Pass
+    attention: Pass
+    memory: Pass
+    forward_tp_s: float
+    backward_tp_s: float
+
+
+Pipeline = Callable[[Pricer], tuple[float, tuple[StageTime, ...]]]  # -> seconds of all micro-batches, and of one on each stage
+
+
+def step_time(run: Run, calibration: Calibration, pipeline: Pipeline | None = None) -> StepTime:
+    """Predicted time of one training step. Formulas: the module's text; `pipeline`: another way to the time of the micro-batches."""
     pricer = Pricer(run, calibration)
+    pipeline_s, stages = (pipeline or canonical_pipeline)(pricer)
+    reduce_s = _reduce_s(pricer, max(s.backward_s for s in stages))
+    return StepTime(pipeline_s, reduce_s, _optimizer_s(pricer), pricer.stack.step_s, stages)
+
+
+def canonical_pipeline(pricer: Pricer) -> tuple[float, tuple[StageTime, ...]]:
+    """From the operators of the canonical block. Formulas: the module's text."""
+    run = pricer.run
     layers = {device: _layer(pricer, device) for device in dict.fromkeys(_device_of(run, s.device) for s in run.stages)}
     kinds = {_kind(run, i): i for i in reversed(range(len(run.stages)))}
     times = {kind: _stage(pricer, i, layers[_device_of(run, run.stages[i].device)]) for kind, i in kinds.items()}
     stages = tuple(times[_kind(run, i)] for i in range(len(run.stages)))
     slowest = max(s.total_s for s in stages)
-    pipeline = run.num_micro * slowest + (sum(s.total_s for s in stages) - slowest) / run.vpp
-    reduce_s = _reduce_s(pricer, max(s.backward_s for s in stages))
-    return StepTime(pipeline, reduce_s, _optimizer_s(pricer), pricer.stack.step_s, stages)
+    return run.num_micro * slowest + (sum(s.total_s for s in stages) - slowest) / run.vpp, stages
 
 
 def _device_of(run: Run, rank: int) -> int:
@@ -163,14 +184,19 @@ def _stage(pricer: Pricer, index: int, layer: tuple[float, float]) -> StageTime:
 
 
 def _layer(pricer: Pricer, rank: int) -> tuple[float, float]:
+    heavy, light = block.layer(pricer.run)
+    traffic = _tensor_traffic_s(pricer, rank)
+    return layer_s(pricer, rank, LayerCost(pricer.ops(heavy[:-1], rank), pricer.ops(heavy[-1:], rank), pricer.ops(light, rank), *traffic))
+
+
+def layer_s(pricer: Pricer, rank: int, cost: LayerCost) -> tuple[float, float]:
     """Forward and backward seconds of a layer, with tensor-axis traffic, ZeRO-3 gathers and recomputation."""
     run, stack = pricer.run, pricer.stack
-    heavy, light = block.layer(run)
-    products, attention, memory = pricer.ops(heavy[:-1], rank), pricer.ops(heavy[-1:], rank), pricer.ops(light, rank)
+    products, attention, memory = cost.products, cost.attention, cost.memory
     if run.cp > 1:
         attention = attention.times(stack.ring_factor)
     whole = products + attention + memory
-    forward_tp, backward_tp = _tensor_traffic_s(pricer, rank)
+    forward_tp, backward_tp = cost.forward_tp_s, cost.backward_tp_s
     again, again_kernels, again_tp = {
         "full": (whole.forward_s, whole.forward_kernels, forward_tp),
         "partial": (whole.forward_s / 2, whole.forward_kernels // 2, forward_tp / 2),
