@@ -58,7 +58,7 @@ def demo(
 @app.command()
 def plan(
     model: Model,
-    cluster: ClusterOption = "detect",
+    cluster: ClusterOption,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     dp: Annotated[int | None, fixed("data parallel degree")] = None,

@@ -3,10 +3,9 @@
     python benchmarks/accuracy/predict.py ROWS.json... [--fit ROWS.json...] [--path canonical|product] -o PRED.json
 
 ROWS are files of records (benchmarks/accuracy/README.md). --fit refits the calibration constants on the rows of other files
-first, from what is known without any; without it the constants that ship with costmodel apply. The canonical path prices the operators
-of the canonical block (block.py) with costmodel and covers every row; the product path (product.py) captures the model and asks the
-planner for the forecast of the fixed plan, for the rows whose plan it offers. PRED.json maps row_id to iteration_s, peak_mem_GiB and fits, or
-to {"unsupported": reason}. The scores of the rows that carry measurements go to stderr.
+first, from what is known without any; without it the constants that ship with costmodel apply. The product path (product.py) captures the
+model on meta and forecasts the fixed plan; the canonical path prices the operators of the canonical block (block.py) by closed formulas, and is what
+--fit evaluates. PRED.json maps row_id to iteration_s, peak_mem_GiB and fits, or to {"unsupported": reason}. The scores of rows with measurements go to stderr.
 """
 
 from __future__ import annotations
@@ -93,22 +92,19 @@ def refit(rows: Mapping[str, Rows], start: Calibration) -> Calibration:
 
 
 def predict(row: Mapping[str, Any], calibration: Calibration, path: str = "canonical") -> dict[str, Any]:
-    """The prediction of one row."""
+    """The prediction of one row. What the planner does not offer (a stage without layers) is predicted by the canonical path, and says so."""
     try:
         run = settled(run_of(row), calibration)
-        if path == "product":
-            return _by_the_product(run, calibration)
     except UnsupportedRowError as error:
         return {"unsupported": str(error)}
+    if path == "product":
+        from benchmarks.accuracy.product import predicted  # imports torch
+
+        try:
+            return predicted(run, calibration)
+        except UnsupportedRowError as error:
+            return predict(row, calibration) | {"canonical": str(error)}
     return {"iteration_s": step_time(run, calibration).total_s, "peak_mem_GiB": reported(run, calibration).total / 2**30, "fits": fits(run, calibration)}
-
-
-def _by_the_product(run: Run, calibration: Calibration) -> dict[str, Any]:
-    from benchmarks.accuracy.product import forecast  # imports torch and transformers
-
-    found, stack = forecast(run, calibration), calibration.stack(run.stack)
-    peak = found.peak_memory_bytes + stack.reserve_bytes + calibration.device(run.cluster.device().name).reserve_bytes
-    return {"iteration_s": found.step_time_s + stack.step_s, "peak_mem_GiB": peak / 2**30, "fits": peak <= run.cluster.memory_bytes()}
 
 
 def main() -> None:
@@ -116,7 +112,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--fit", nargs="+", type=Path, default=[], help="files of rows to refit the constants on")
     parser.add_argument("--save", type=Path, help="where to write the refitted constants")
-    parser.add_argument("--path", choices=("canonical", "product"), default="canonical")
+    parser.add_argument("--path", choices=("canonical", "product"), default="product")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     calibration = load()

@@ -9,8 +9,9 @@ The software of the rows is not ours. What a stack does its own way is a propert
 
     fuses and launches      each operator's device seconds and kernels at the stack's constants; a layer takes the larger of both (step.py)
     keeps                   fused norms keep their input alone, dropout its mask, attention that is not fused the weights besides (footprint.py)
+    waits                   a stage waits for what it sends (Megatron's and DeepSpeed's pipelines do)
     gathers again           sequence-parallel stacks keep what lies split and gather it again in the backward pass
-    hides, waits            overlap, gradient reduction, optimizer and host time of a step (step.py)
+    hides                   overlap, gradient reduction, optimizer and host time of a step (step.py)
     computes products in    8-bit or TF32 beside the dtype of activations
 """
 
@@ -31,7 +32,7 @@ from autoplan.graph import Graph, Option
 from autoplan.layout import Split
 from autoplan.price import LocalGraph, Pricer, axis_group
 from autoplan.problem import Price
-from autoplan.replay import Durations, replay
+from autoplan.replay import Durations, send_s, step_seconds
 from autoplan.shapebounds import ShapeBounds
 from autoplan.space import Shape, Storing
 from autoplan.stagework import Work
@@ -152,8 +153,8 @@ class Product:
     @property
     def shape(self) -> Shape:
         run = self.run
-        schedule = "1f1b" if run.vpp == 1 or run.pp == 1 else "interleaved"
-        chunks = run.vpp if schedule == "interleaved" else 1
+        chunks = _chunks(run)
+        schedule = "interleaved" if chunks > 1 else "1f1b"
         context = "ring" if run.cp > 1 else ""
         return Shape(run.pp, run.dp, run.tp, run.micro_batch, run.num_micro, schedule, cp=run.cp, context=context, num_chunks=chunks)
 
@@ -210,19 +211,21 @@ class Product:
         step = bounds.step(shape, Storing(0, "none"))
         work = Work(bounds.outline, chooser.local, chosen, "none", step)
         loads = work.stage_loads(starts, shape.stage_ranks)
-        times = []
-        for load, device in zip(loads, devices, strict=True):
-            own = [seconds[device][first[n].pattern] for n in range(starts[load.index], starts[load.index + 1])]
-            comes = sum(gather_s(bounds.pricer, step, s.gathered_bytes) for other in loads for s in other.sends if s.dst == load.index and s.gathered_bytes)
-            leaves = sum(gather_s(bounds.pricer, step, s.gathered_bytes) for s in load.sends if s.gathered_bytes)
-            forward, backward = sum(f for f, _ in own) + comes, sum(b for _, b in own) + leaves
-            times.append(Durations(forward, forward, backward, backward, ()))
-        line = replay(loads, tuple(times), step, Pricer(AnalyticPrices(run.cluster, self.calibration, run.stack), None, overlap=True))
+        links = Pricer(AnalyticPrices(run.cluster, self.calibration, run.stack), None)
+        own = [[seconds[d][first[n].pattern] for n in range(a, b)] for d, (a, b) in zip(devices, itertools.pairwise(starts), strict=True)]
+        forward, backward = [sum(f for f, _ in stage) for stage in own], [sum(b for _, b in stage) for stage in own]
+        for src, send in ((load.index, send) for load in loads for send in load.sends):
+            gathered_s = gather_s(bounds.pricer, step, send.gathered_bytes) if send.gathered_bytes else 0.0
+            sent_s = send_s(links, step, src, send.dst, send.num_bytes)
+            forward[src], forward[send.dst] = forward[src] + sent_s, forward[send.dst] + gathered_s
+            if send.grad:
+                backward[send.dst], backward[src] = backward[send.dst] + sent_s, backward[src] + gathered_s
+        waited = tuple(replace(load, sends=tuple(replace(send, num_bytes=0) for send in load.sends)) for load in loads)
+        times = tuple(Durations(f, f, b, b, ()) for f, b in zip(forward, backward, strict=True))
         totals = [StageTime(0.0, 0.0)] * run.pp
-        for load, time in zip(loads, times, strict=True):
-            rank = shape.stage_ranks[load.index]
+        for rank, time in zip(shape.stage_ranks, times, strict=True):
             totals[rank] = StageTime(totals[rank].forward_s + time.forward_s, totals[rank].backward_s + time.backward_s)
-        return max(line.end_s), tuple(totals)
+        return step_seconds(waited, times, step, links)[0], tuple(totals)
 
     def _starts(self) -> tuple[tuple[int, ...], list[int]]:
         """First block of every stage and the number of blocks; the device rank of every stage."""
@@ -250,6 +253,13 @@ class Product:
             overlapped_s(forward, cost.forward_tp_s, stack.tensor_overlap, stack.slowdown),
             overlapped_s(backward, cost.backward_tp_s, stack.tensor_overlap, stack.slowdown),
         )
+
+
+def _chunks(run: Run) -> int:
+    """Stages on a rank: as stated, or the next larger number by which its layers divide."""
+    layers = [stage.layers for stage in run.stages]
+    possible = [v for v in range(run.vpp, max(layers) + 1) if all(count % v == 0 for count in layers)]
+    return possible[0] if run.pp > 1 and run.vpp > 1 and possible else 1
 
 
 def _kind(run: Run, rank: int) -> int:
