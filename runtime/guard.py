@@ -179,7 +179,8 @@ class Guard:
                     return
                 except RuntimeError as error:
                     if work.is_completed():
-                        raise
+                        work.wait()  # raises what it failed with; nothing where it ended just after the slice
+                        return
                     watch = watch or self.watch()
                     self.look(watch)
                     if time.monotonic() > end_s:
