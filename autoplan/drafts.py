@@ -4,6 +4,7 @@ With s_k(b, r) the seconds of block b for r rows on kind k (linear in r between 
 
     t_i(r, c) = (m - 1) max over stages j of S_ij + sum over j of S_ij,     S_ij = sum over b in stage j of s_k(i,j)(b, r / m)
 
+A draft's own estimate is the replay of its stages (autoplan/replay.py), class of replicas by class, with S_ij in proportion to rows.
 Shares are the exact optimum of max t_i (autoplan/shares.py) for given cuts, cuts the best for given shares (autoplan/cuts.py) under each stage's
 own memory limit, with the transfers over the link before a stage as part of its time, so that cuts stay away from slow links; the two are taken
 in turn until neither changes.
@@ -21,10 +22,9 @@ from autoplan.choose import Boundary, Chosen
 from autoplan.cuts import best_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 from autoplan.explore import Searcher
-from autoplan.holding import is_split
 from autoplan.rankmemory import memories
-from autoplan.replay import durations
-from autoplan.replicas import Kind, slowest
+from autoplan.replay import Step, durations, replay, tails_s
+from autoplan.replicas import PASSES, Kind, slowest
 from autoplan.shares import best_shares, row_shares
 from autoplan.space import Shape, Storing
 from autoplan.stagework import Work
@@ -99,7 +99,7 @@ class _Kind:
 def drafts_of(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher]) -> Iterator[Draft]:
     reference = searchers[slowest_kind(searchers)]
     for shape in reference.space.shapes:
-        if shape.num_chunks > 1 or is_split(shape.schedule):
+        if shape.num_chunks > 1:
             continue  # stages of unequal devices run in order, one on each
         orders = [tuple(name for name, _ in shape.axes)]
         if shape.pp > 1 and shape.dp > 1:
@@ -188,14 +188,12 @@ def _of_shape(
 
         return of
 
+    step = replace(reference.shapes.step(shape, storing), axes=tuple((name, sizes[name]) for name in order))
+
     def draft(shares: Sequence[int], cuts: Sequence[int]) -> Draft:
         starts = (0, *(numbers[c] for c in cuts[1:-1]), len(task.graph.blocks))
-        passes_s = max(seconds(i, cuts)(rows) for i, rows in enumerate(shares))
-        entered_s = sum(float(entry_s[j, cut]) for j, cut in enumerate(cuts[:-1]))
-        loads = slow.work.stage_loads(starts, shape.stage_ranks)
-        step = replace(slow.searcher.shapes.step(shape, storing), axes=tuple((name, sizes[name]) for name in order))
-        tail_s = max(durations(load, step, slow.searcher.shapes.pricer).tail_s for load in loads)
-        return Draft(shape, order, storing, tuple(shares), starts, chosen, passes_s + entered_s + tail_s)
+        classes = {(tuple(map(id, places[i])), rows): (places[i], rows / m) for i, rows in enumerate(shares)}
+        return Draft(shape, order, storing, tuple(shares), starts, chosen, _replayed_s(list(classes.values()), starts, cuts, shape, step))
 
     shares, cuts = even, cut(even)
     if cuts is None:
@@ -220,6 +218,23 @@ def _of_shape(
     yield best
     if best is not first:
         yield first
+
+
+def _replayed_s(classes: Sequence[tuple[Sequence[_Kind], float]], starts: tuple[int, ...], cuts: Sequence[int], shape: Shape, step: Step) -> float:
+    """The module's estimate. `classes`: of replicas, the kinds of their stages and the rows of their micro-batches."""
+    ends, tails = [0.0] * shape.pp, [0.0] * shape.pp
+    for kinds, rows in classes:
+        every = {id(kind): kind.work.stage_loads(starts, shape.stage_ranks) for kind in kinds}
+        loads = tuple(every[id(kind)][j] for j, kind in enumerate(kinds))
+        times = []
+        for j, (kind, load) in enumerate(zip(kinds, loads, strict=True)):
+            a, b = cuts[j], cuts[j + 1]
+            share = float(kind.slots_s(rows)[a:b].sum() / kind.slots_s(shape.rows)[a:b].sum()) if rows != shape.rows and b > a else 1.0
+            time = durations(load, step, kind.searcher.shapes.pricer)
+            times.append(replace(time, **{name: share * getattr(time, name) for name in PASSES}))
+        line, after = replay(loads, tuple(times), step, kinds[0].searcher.shapes.pricer), tails_s(tuple(times), step)
+        ends, tails = [max(pair) for pair in zip(ends, line.end_s, strict=True)], [max(pair) for pair in zip(tails, after, strict=True)]
+    return max(end + tail for end, tail in zip(ends, tails, strict=True))
 
 
 def _entry_s(task: Task, kind: _Kind, cells: Mapping[tuple[int, int], int], shape: Shape) -> np.ndarray:

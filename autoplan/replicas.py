@@ -141,15 +141,15 @@ def _lanes(programs: Sequence[Program], classes: Sequence[Replica], graph: Graph
     return tuple(replace(lane, times=together) for lane in found)
 
 
-_PASSES = ("forward_s", "first_forward_s", "backward_s", "last_backward_s", "weights_s", "last_weights_s")
+PASSES = ("forward_s", "first_forward_s", "backward_s", "last_backward_s", "weights_s", "last_weights_s")
 
 
 def _mean(times: Sequence[Durations]) -> Durations:
-    return replace(times[0], **{name: sum(getattr(t, name) for t in times) / len(times) for name in _PASSES})
+    return replace(times[0], **{name: sum(getattr(t, name) for t in times) / len(times) for name in PASSES})
 
 
 def _slowest(times: Sequence[Durations]) -> Durations:
-    return replace(max(times, key=lambda t: t.tail_s), **{name: max(getattr(t, name) for t in times) for name in _PASSES})
+    return replace(max(times, key=lambda t: t.tail_s), **{name: max(getattr(t, name) for t in times) for name in PASSES})
 
 
 def _later(event: Event, seconds: float) -> Event:
