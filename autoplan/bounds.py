@@ -134,7 +134,7 @@ def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int, l
     return extra + sum(kept.values())
 
 
-_HALVINGS = 20  # of a search for the least seconds
+_HALVINGS = 13  # of a search for the least seconds
 Counts = Callable[[str, tuple[int, ...], int], tuple[int, ...]]  # (schedule, stage ranks, micro-batches) -> held on each rank
 
 
@@ -147,6 +147,7 @@ class Bounds:
         self.width = width
         self.optimizer_s = optimizer_s  # per element
         self.limit_bytes = limit_bytes
+        self.enough_s = float("inf")  # a bound that is no less says enough, and is not tightened
         graph = outline.graph
         users = {name: len(blocks) - 1 for name, blocks in outline.tied.items()}
         tied = {graph.blocks[n].pattern for blocks in outline.tied.values() for n in blocks}
@@ -166,19 +167,26 @@ class Bounds:
         again = {p: b.again_s(recompute) for p, b in blocks.items()}
         total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items())
         bound = m * max(b.seconds + again[p] for p, b in blocks.items())
-        slots = self._slots(blocks, step, again)
-        gather_s, reduce_s = self._exposed(slots, step)
-        sent_s = self._sent_s(blocks, step)
-        crossings = sum(a != b for a, b in itertools.pairwise(step.stage_ranks))
-        first_s, last_s = slots.first_s + len(step.stage_ranks) * gather_s, slots.last_s + len(step.stage_ranks) * reduce_s
-        bound = max(bound, first_s + last_s + 2 * crossings * sent_s)
-        if step.is_split or n < len(step.stage_ranks):
-            return max(bound, self._in_parts_s(blocks, slots, step, again, caps if counts is least_held else None, sent_s))
         forward = sum(b.count * b.forward_s for b in blocks.values())
         backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
+        is_chain = not step.is_split and n == len(step.stage_ranks)
+        share_s = self._share(blocks, step, total, forward, backward)
+        bound = max(bound, share_s / n, ramp(total, n, m) if is_chain else 0.0)
+        if bound >= self.enough_s:
+            return bound
+        slots = self._slots(blocks, step, again)
+        gather_s, reduce_s = self._exposed(slots, step)
+        crossings = sum(a != b for a, b in itertools.pairwise(step.stage_ranks))
+        sent_s = self._sent_s(blocks, step)
+        first_s, last_s = slots.first_s + len(step.stage_ranks) * gather_s, slots.last_s + len(step.stage_ranks) * reduce_s
+        bound = max(bound, first_s + last_s + 2 * crossings * sent_s)
+        if bound >= self.enough_s:
+            return bound
+        if not is_chain:
+            return max(bound, self._in_parts_s(blocks, slots, step, again, share_s, caps if counts is least_held else None, sent_s))
         often = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}.get(step.zero, (0, 0))  # gathers and reductions that nothing hides
-        bound = max(bound, ramp(total, n, m), self._share(blocks, step, total, forward, backward) / n + often[0] * gather_s + often[1] * reduce_s)
-        if n > 1:
+        bound = max(bound, share_s / n + often[0] * gather_s + often[1] * reduce_s)
+        if n > 1 and bound < self.enough_s:
             plain = total + 2 * crossings * sent_s
             moved = first_s + slots.backward_s + 2 * crossings * sent_s
             bound = max(bound, self._chains(blocks, slots, step, caps, plain, 0.0), self._chains(blocks, slots, step, caps, moved, 1.0))
@@ -266,24 +274,24 @@ class Bounds:
         ends = ((self.outline.blocks[0], step.stage_ranks[0]), (self.outline.blocks[-1], step.stage_ranks[-1]))
         return {number: rank for number, rank in ends if self.outline.graph.blocks[number].pattern != main}
 
-    def _in_parts_s(self, blocks: Mapping[str, Least], slots: Slots, step: Step, again: Mapping[str, float], caps: np.ndarray | None, sent_s: float) -> float:
+    def _in_parts_s(
+        self, blocks: Mapping[str, Least], slots: Slots, step: Step, again: Mapping[str, float], share_s: float, caps: np.ndarray | None, sent_s: float
+    ) -> float:
         """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
         p, m = step.num_ranks, step.num_micro_batches
-        total = sum(b.count * (b.seconds + again[name]) for name, b in blocks.items())
-        forward = sum(b.count * b.forward_s for b in blocks.values())
-        backward = sum(b.count * (b.backward_s + again[name]) for name, b in blocks.items())
         graph = self.outline.graph
         first = [graph.blocks[number].pattern for number in self.outline.blocks[: p - 1]]
         alone = np.cumsum([0.0, *(slots.each[name].first_forward_s + (0.0 if step.is_split else slots.each[name].last_backward_s) for name in first)])
         name, main = _main(blocks)
-        bound = (self._share(blocks, step, total, forward, backward) + float(alone.sum())) / p
-        if caps is not None:
+        bound = (share_s + float(alone.sum())) / p
+        if caps is not None and bound < self.enough_s:
             spent = alone.copy()
             for number, rank in self._ends(step, name).items():
                 pattern = graph.blocks[number].pattern
                 spent[rank] += m * (blocks[pattern].seconds + again[pattern])
             costs = np.full(p, m * (main.seconds + again[name]))
             bound = max(bound, _least_whole(lambda t: _whole(t - spent, costs, caps).sum() >= main.count, bound, 2 * bound))
+        if caps is not None and bound < self.enough_s:
             known = np.array([
                 [s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()
             ])  # fmt: skip
@@ -469,7 +477,7 @@ def _whole(room_s: np.ndarray, costs: np.ndarray, caps: np.ndarray) -> np.ndarra
 
 
 def _least_whole(is_enough: Callable[[float], bool], low: float, high: float) -> float:
-    """The least time that is enough, to a part of a million, from below, between `low` and `high`."""
+    """The least time that is enough, from below, to 1/8192 of the distance between `low` and `high`."""
     if low >= high or is_enough(low):
         return low
     for _ in range(_HALVINGS):

@@ -31,6 +31,7 @@ from autoplan.task import Task
 from autoplan.workout import ENOUGH, WorkOut
 
 _NUM_MESHES = 5  # worked out at least, where there are as many
+_RUNNER_UP = 2.0  # times of the best, beyond which a plan of another mesh is not looked for
 
 
 class Searcher:
@@ -99,7 +100,9 @@ class Searcher:
         outcome.bounds[shape] = max(outcome.bounds[shape], bound_s)
         for result in results:
             (outcome.fitting if result.fits else outcome.too_large).append(result)
-        return min([best_s, *(result.step_s for result in results if result.fits)])
+        best_s = min([best_s, *(result.step_s for result in results if result.fits)])
+        self.shapes.bounds.enough_s = min(self.shapes.bounds.enough_s, best_s * (1 - ENOUGH))
+        return best_s
 
     def _runners_up(self, outcome: Outcome) -> None:
         """Work out the most promising shape of the next best meshes too, so that the ranking has what it is compared with."""
@@ -111,7 +114,7 @@ class Searcher:
             if shape.axes not in seen:
                 seen.add(shape.axes)
                 outcome.worked_out.add(shape)
-                self._add(outcome, shape, is_squeezed=False)
+                self._add(outcome, shape, _RUNNER_UP * outcome.best().step_s, is_squeezed=False)
 
     @cached_property
     def space(self) -> Space:

@@ -69,15 +69,14 @@ def sent_inside(local: LocalGraph, index: int, option: Option) -> tuple[Sent, ..
     for kind, (side, position), phase, part in insides(graph, op, loop):
         num_bytes = int(local.num_bytes((operands if side == "in" else op.outputs)[position]) * part)
         found.append(Sent(kind, phase, num_bytes, panels if loop is not None and loop.gathers else 1))  # type: ignore[arg-type]
-    for axis, degree in local.grid:
-        if ROLES[axis] != "gathered":
-            continue
+    gathered = [(axis, degree) for axis, degree in local.grid if ROLES[axis] == "gathered"]
+    inside = bool(gathered) and len(operands) == 2 and any(loop.gathers for loop in gathered_loops(graph, op))
+    for axis, degree in gathered:
         for position, name in enumerate(operands):
             value = graph.values[name]
             if weight_parts(local, name) == 1:
                 continue
             num_bytes = local.num_bytes(name) // (local.degree if isinstance(option.reads[position], Split) else 1)
-            inside = len(operands) == 2 and any(loop.gathers for loop in gathered_loops(graph, op))
             count = max(panels, degree if inside else 1)
             found.append(Sent("all_gather", "forward", num_bytes, count, axis))
             if inside and graph.values[operands[1 - position]].requires_grad:

@@ -78,9 +78,13 @@ def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[tuple[Mom
     for rank, own in enumerate(actions):
         now = {s: [0, 0] for s, r in enumerate(stage_ranks) if r == rank}
         full: list[Moment] = []  # of which none dominates another
+        seen: set[Moment] = set()
 
-        def mark(stage: int, now: dict[int, list[int]] = now, full: list[Moment] = full) -> None:
+        def mark(stage: int, now: dict[int, list[int]] = now, full: list[Moment] = full, seen: set[Moment] = seen) -> None:
             moment = Moment(stage, tuple((s, saved, put_off) for s, (saved, put_off) in now.items()))
+            if moment in seen:
+                return
+            seen.add(moment)
             if not any(other.dominates(moment) for other in full):
                 full[:] = [*(other for other in full if not moment.dominates(other)), moment]
 

@@ -33,7 +33,7 @@ from runtime.action import Action
 
 _FORWARD, _BACKWARD, _WEIGHTS, _FIRST, _LAST, _LAST_WEIGHTS, _TAIL = range(7)
 _KINDS = {"F": (_FORWARD, _FIRST), "B": (_BACKWARD, _LAST), "BI": (_BACKWARD, _LAST), "BW": (_WEIGHTS, _LAST_WEIGHTS)}
-PARTS = 50  # of a whole, in which proportions are told
+PARTS = 25  # of a whole, in which proportions are told
 _MOST = 20000  # entries of a linear program; beyond, paths enter and leave at the same stage alone
 
 
@@ -46,7 +46,7 @@ def weights(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int, pro
     inside = (found[:, :, _FORWARD] + found[:, :, _FIRST], found[:, :, _BACKWARD] + found[:, :, _LAST], found[:, :, _WEIGHTS] + found[:, :, _LAST_WEIGHTS])
     any_kind = np.min(inside[: 3 if is_split(name) else 2], axis=0)
     each, first = np.unique(found @ np.array(known, dtype=float) + rest * any_kind, axis=0, return_index=True)
-    is_best = np.array([not ((each >= one).all(axis=1) & (each > one).any(axis=1)).any() for one in each])
+    is_best = _unbeaten(each)
     each, found, sends = each[is_best], found[first[is_best]], sends[first[is_best]]
 
     def build(program: Program) -> None:
@@ -62,6 +62,15 @@ def weights(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int, pro
     shares = np.maximum(0.0, np.array(solved[0][: len(found)]))
     shares /= shares.sum()
     return np.tensordot(shares, found, axes=1), float(shares @ sends)
+
+
+def _unbeaten(each: np.ndarray) -> np.ndarray:
+    """Which of the rows, all different, no other one is at least as large as everywhere."""
+    kept: list[int] = []
+    for k in np.argsort(-each.sum(axis=1), kind="stable").tolist():  # a row is beaten by none with a smaller sum
+        if not kept or not (each[kept] >= each[k]).all(axis=1).any():
+            kept.append(k)
+    return np.array(sorted(kept))
 
 
 @lru_cache(maxsize=512)
