@@ -59,6 +59,8 @@ class StackConstants:
     of the gradient reduction, the ZeRO-3 gathers and the tensor-axis collectives that may run behind compute.
     gemm_share: what this stack's libraries reach of the device's best products. gather_efficiency: what its ZeRO-3 gathers
     reach of a collective's bandwidth. ring_factor: attention time under context parallelism relative to one device.
+    score_passes: memory passes over the scores of unfused attention, relative to scale, mask and softmax in one kernel.
+    owner_s: time a member of a ZeRO group whose members broadcast the parameters they own, one after the other.
     slack: memory that the allocator holds beyond what is live, as a share of the activations. reserve_bytes: buffers of
     the stack and its communicators besides the device's context.
     """
@@ -74,6 +76,8 @@ class StackConstants:
     gemm_share: float = 1.0
     gather_efficiency: float = 1.0
     ring_factor: float = 1.3
+    score_passes: float = 1.0
+    owner_s: float = 0.0
     slack: float = 0.1
     reserve_bytes: int = 1 << 30
 

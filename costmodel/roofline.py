@@ -154,7 +154,7 @@ def _attention(key: OpKey, rate: _Rate) -> _Three:
         flops = 4.0 * batch * s_q * s_k * (-(-d // 32) * 32) * (0.5 if causal else 1.0)
         forward = rate.flops(flops, dtype, rate.constants.attention_forward)
         return forward, rate.flops(2.5 * flops, dtype, rate.constants.attention_backward), FREE
-    scores = batch * s_q * s_k * item_bytes(dtype)
+    scores = batch * s_q * s_k * item_bytes(dtype) * rate.stack.score_passes
     dropout = float(argument(key.args, 4, "dropout_p", 0.0) or 0.0) > 0
     one, two = Gemm(batch, s_q, s_k, d), Gemm(batch, s_q, d, s_k)
     forward = rate.gemm(one, dtype) + rate.gemm(two, dtype) + rate.memory((2 + 2.5 * dropout) * scores, 1 + dropout, fusible=False)

@@ -17,6 +17,7 @@ from costmodel.calibration import Calibration
 from costmodel.cluster import Tier
 
 PULL = 0.02
+SCATTER = 0.05
 STEPS = (0.3, 0.12, 0.05, 0.02)
 
 # constant -> bounds; only these move
@@ -95,7 +96,7 @@ def fit(
 
     def error(sample: Sample, calibration: Calibration) -> float:
         off = math.log(predict(sample, calibration) / sample.measured)
-        return abs(off) if sample.sense == "is" else max(0.0, off if sample.sense == "below" else -off)
+        return rounded(off if sample.sense == "is" else max(0.0, off if sample.sense == "below" else -off))
 
     weights = {id(s): 1 / len(group) / len(by_source) for group in by_source.values() for s in group}
     errors = {id(s): error(s, best) for s in samples}
@@ -124,6 +125,11 @@ def fit(
             if not moved:
                 break
     return best
+
+
+def rounded(error: float) -> float:
+    """|error|, but flat within what measurements scatter by: constants then share a small miss instead of one of them taking all of it."""
+    return math.hypot(error, SCATTER) - SCATTER
 
 
 def touches(knob: Knob, run: Run) -> bool:

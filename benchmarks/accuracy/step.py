@@ -269,7 +269,7 @@ def rank_parameters(run: Run) -> int:
 def _reduce_s(pricer: Pricer, backward_s: float) -> float:
     run, stack = pricer.run, pricer.stack
     ranks = run.dp * run.cp
-    total = 0.0
+    total = owners_s = 0.0
     if ranks > 1:
         group, size = pricer.data_group(), rank_parameters(run)
         gradient, parameter = size * reduce_bytes(run), size * item_bytes(run.dtype)
@@ -286,8 +286,9 @@ def _reduce_s(pricer: Pricer, backward_s: float) -> float:
                 total = pricer.collective("all_reduce", gradient, group)
             shard = RankGroup(min(run.zero_group, ranks), run.tp, 0, run.tp)
             total += pricer.collective("all_gather", parameter, shard)
+            owners_s = stack.owner_s * shard.size
         hidden = min(total * stack.gradient_overlap, backward_s)
-        total = total - hidden + (stack.slowdown - 1) * hidden
+        total += owners_s - hidden + (stack.slowdown - 1) * hidden
     if len(run.stages) > 1 and run.model.head and not run.model.gated:  # tied tables of the first and last stage
         total += pricer.collective(
             "all_reduce", block.vocab_parameters(run) * reduce_bytes(run), RankGroup(2, run.tp * ranks * (run.pp - 1), 0, run.tp * ranks)
