@@ -54,7 +54,8 @@ class StackConstants:
     """Of one software stack: how it runs the same mathematics.
 
     fused_share: share of memory-bound time left after fusion (1: one kernel an operator). flash: fused attention.
-    launch_factor: host time a kernel relative to a bare launch. step_s: host time a step (clip, optimizer, logging).
+    launch_factor: host time a kernel relative to a bare launch. launch_exposed: share of the shorter of host and device time that
+    is not hidden behind the longer (1: every launch waits for the device). step_s: host time a step (clip, optimizer, logging).
     slowdown: factor on compute while a collective runs beside it. gradient_overlap, gather_overlap, tensor_overlap: shares
     of the gradient reduction, the ZeRO-3 gathers and the tensor-axis collectives that may run behind compute.
     gemm_share: what this stack's libraries reach of the device's best products. gather_efficiency: what its ZeRO-3 gathers
@@ -68,6 +69,7 @@ class StackConstants:
     fused_share: float = 1.0
     flash: bool = True
     launch_factor: float = 1.0
+    launch_exposed: float = 0.0
     step_s: float = 0.01
     slowdown: float = 1.19
     gradient_overlap: float = 1.0

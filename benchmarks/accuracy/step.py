@@ -72,9 +72,9 @@ class Pricer:
         return total
 
     def seconds(self, device_s: float, kernels: int, rank: int) -> float:
-        """Launches run ahead of the device."""
-        constants = self.calibration.device(self.run.cluster.device(rank).name)
-        return max(device_s, kernels * constants.launch_s * self.stack.launch_factor)
+        """Launches run ahead of the device, but for the stack's exposed share of the shorter of the two."""
+        host_s = kernels * self.calibration.device(self.run.cluster.device(rank).name).launch_s * self.stack.launch_factor
+        return max(device_s, host_s) + self.stack.launch_exposed * min(device_s, host_s)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
         return collective_s(Collective(kind, int(num_bytes), group), self.run.cluster, self.calibration)
