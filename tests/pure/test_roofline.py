@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.analytic import AnalyticPrices
+from costmodel.calibration import StackConstants
 from costmodel.cluster import Cluster
 from costmodel.opkey import OpKey, Shape
+from costmodel.roofline import op_costs
 
 H100 = AnalyticPrices(Cluster.parse("h100-sxm-80gb:1x8"))
 CPU = AnalyticPrices(Cluster.parse("cpu:1x4"))
@@ -97,3 +99,11 @@ def test_products_never_beat_the_peak_nor_the_memory(m: int, n: int, k: int, dty
 
 def test_an_unknown_op_is_priced_by_its_bytes() -> None:
     assert H100.op(elementwise("mylib.fancy.default", (8192, 8192))).forward_s > 0
+
+
+def test_a_softmax_in_several_kernels_passes_over_the_scores_more_often() -> None:
+    key, device = attention(1, 16, 2048, 64, causal=True), H100.cluster.device()
+    constants = H100.constants.device(device.name)
+    one, many = (op_costs(key, device, constants, StackConstants(flash=False, score_passes=n))[0] for n in (1.0, 3.5))
+    passes_s = 2 * 16 * 2048 * 2048 * 2 / (device.memory_bytes_per_s * constants.memory_efficiency)
+    assert many.device_s - one.device_s == pytest.approx(2.5 * passes_s, rel=0.01)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy.calibrate import Sample, fit
+from benchmarks.accuracy.calibrate import Sample, fit, rounded
 from benchmarks.accuracy.footprint import fits, footprint, saved_bytes, settled
 from benchmarks.accuracy.predict import predict, seconds, step_s
 from benchmarks.accuracy.record import UnsupportedRowError, run_of
 from benchmarks.accuracy.score import score
-from benchmarks.accuracy.step import overlapped_s, step_time
+from benchmarks.accuracy.step import Pricer, overlapped_s, step_time
+from benchmarks.accuracy.trees import Boosted, ideal_s
 from costmodel.calibration import load, priors
 
 
@@ -108,3 +109,41 @@ def test_the_score_counts_missing_rows_as_wrong_and_pairs_by_order() -> None:
 def test_a_run_that_is_too_large_does_not_fit() -> None:
     assert fits(run_of(row()), load())
     assert not fits(run_of(row(tp=1, pp=1, dp=64, recompute="none", micro_batch=16, global_batch=1024)), load())
+
+
+def test_launches_that_are_not_hidden_add_to_device_time() -> None:
+    calibration, run = load(), run_of(row())
+    stack = replace(calibration.stack(run.stack), launch_exposed=0.0)
+    hidden = replace(calibration, stacks={**calibration.stacks, run.stack: stack})
+    exposed = replace(calibration, stacks={**calibration.stacks, run.stack: replace(stack, launch_exposed=1.0)})
+    launch_s = 10 * calibration.device(run.cluster.device().name).launch_s * stack.launch_factor
+    assert Pricer(run, hidden).seconds(1.0, 10, 0) == 1.0
+    assert Pricer(run, exposed).seconds(1.0, 10, 0) == pytest.approx(1.0 + launch_s)
+
+
+def test_owners_that_broadcast_in_turn_make_a_large_zero_group_slow() -> None:
+    run = run_of(row(source="internevo", tp=1, pp=1, dp=64, micro_batch=1, global_batch=64, recompute="none"))
+    whole, part = (step_time(replace(run, zero_group=size), load()).reduce_s for size in (64, 8))
+    assert whole - part > 0.05
+
+
+def test_small_misses_are_shared_and_large_ones_count_in_full() -> None:
+    assert rounded(0.0) == 0
+    assert rounded(0.01) < 0.002
+    assert rounded(1.0) == pytest.approx(0.95, abs=0.01)
+
+
+def test_boosted_trees_learn_what_they_are_shown_and_not_beyond() -> None:
+    samples = [Sample("s", run_of(row(row_id=str(b), global_batch=b)), b / 64) for b in (64, 128, 256, 512)]
+    trees = Boosted.fit(samples, ideal=False, least=1)
+    assert trees.seconds([s.run for s in samples]) == pytest.approx([1, 2, 4, 8], rel=0.01)
+    assert trees.seconds([run_of(row(global_batch=4096))]) == pytest.approx([8], rel=0.01)
+    ideal = Boosted.fit(samples, ideal=True, least=1)
+    assert ideal.seconds([run_of(row(global_batch=4096))]) == pytest.approx([64], rel=0.01)
+
+
+def test_the_ideal_time_counts_six_flops_a_parameter_and_token() -> None:
+    run = run_of(row())
+    tokens, parameters = 64 * 2048, 32 * 12 * 3072**2 + 3072 * 50257
+    attention = 12 * 32 * 3072 * 2048 / 2
+    assert ideal_s(run) == pytest.approx(tokens * (6 * parameters + attention) / (64 * 312e12))

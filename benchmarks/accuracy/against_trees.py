@@ -1,0 +1,89 @@
+"""This cost model against boosted trees (trees.py): the same rows to fit on, step-time MAPE, mean over sources.
+
+python benchmarks/accuracy/against_trees.py ROWS... [--seeds 5]
+
+Draws: a tenth of every source's rows, as robustness.py; unlisted rows are predicted. Larger: fitted on the rows of fit_rows.json with at most 128
+GPUs, tested on all rows with 256 and more; trees also on all rows with at most 128 GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.accuracy.calibrate import Sample  # noqa: E402
+from benchmarks.accuracy.predict import Rows, read, refit, seconds, timed  # noqa: E402
+from benchmarks.accuracy.record import Run  # noqa: E402
+from benchmarks.accuracy.robustness import chosen, drawn  # noqa: E402
+from benchmarks.accuracy.trees import Boosted  # noqa: E402
+from costmodel.calibration import priors  # noqa: E402
+
+SMALL, LARGE = 128, 256
+Predictor = Callable[[Sequence[Run]], Sequence[float]]
+
+
+def ours(rows: Mapping[str, Rows]) -> Predictor:
+    """This cost model with constants fitted on `rows`."""
+    calibration = refit(rows, priors())
+    return lambda runs: [seconds(run, calibration) for run in runs]
+
+
+def errors(predict: Predictor, tested: Sequence[Sample]) -> dict[str, float]:
+    """MAPE by source, and their mean as "mean"."""
+    off: dict[str, list[float]] = {}
+    for sample, guess in zip(tested, predict([s.run for s in tested]), strict=True):
+        off.setdefault(sample.source, []).append(abs(guess / sample.measured - 1))
+    found = {source: statistics.mean(values) for source, values in off.items()}
+    return found | {"mean": statistics.mean(found.values())}
+
+
+def rivals(rows: Mapping[str, Rows]) -> dict[str, Predictor]:
+    """All predictors fitted on the same rows."""
+    return {"this model": ours(rows), "trees": Boosted.fit(timed(rows), False).seconds, "trees on the ideal": Boosted.fit(timed(rows), True).seconds}
+
+
+def limited(rows: Mapping[str, Rows], most: int) -> dict[str, Rows]:
+    """Rows of at most `most` GPUs; sources that have none are left out."""
+    found = {source: [row for row in records if int(row["cluster"]["n_gpus"]) <= most] for source, records in rows.items()}
+    return {source: records for source, records in found.items() if records}
+
+
+def report(title: str, found: Mapping[str, Mapping[str, float]]) -> None:
+    """A table, a line a source."""
+    print(title)
+    print(f"{'':24}" + "".join(f"{name:>28}" for name in found))
+    for source in next(iter(found.values())):
+        print(f"{source:24}" + "".join(f"{100 * values[source]:>27.1f}%" for values in found.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    rows = read(options.rows)
+    everything = timed(rows)
+    runs: dict[str, list[dict[str, float]]] = {}
+    for seed in range(options.seeds):
+        fitted = drawn(rows, seed)
+        known = {s.run.row_id for s in timed(fitted)}
+        for name, predict in rivals(fitted).items():
+            runs.setdefault(name, []).append(errors(predict, [s for s in everything if s.run.row_id not in known]))
+    report(
+        f"rows not fitted on, means over {options.seeds} draws",
+        {name: {k: statistics.mean(f[k] for f in found if k in f) for k in found[0]} for name, found in runs.items()},
+    )
+    small, large = limited(chosen(rows), SMALL), [s for s in everything if s.run.cluster.num_devices >= LARGE]
+    found = rivals(small) | {"trees on all small rows": Boosted.fit(timed(limited(rows, SMALL)), True).seconds}
+    report(f"fitted on at most {SMALL} GPUs, tested on {LARGE} and more ({len(large)} rows)", {name: errors(predict, large) for name, predict in found.items()})
+
+
+if __name__ == "__main__":
+    main()
