@@ -11,6 +11,7 @@ from typing import Any
 _HOMES = {
     "capture": "autoplan.frontend",
     "find_plan": "autoplan.api",
+    "give_meshes": "autoplan.remesh",
     "batch_size_schedule": "autoplan.batchsize",
     "parallelize": "autoplan.parallel",
     "ParallelModel": "autoplan.parallelmodel",

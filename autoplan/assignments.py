@@ -19,11 +19,11 @@ from autoplan.contextaxis import DEFAULT_WAY, check_context, context_axis
 from autoplan.edges import edge_layouts
 from autoplan.errors import UsageError
 from autoplan.gathered import gathered_loops
-from autoplan.graph import Graph, Option, options
+from autoplan.graph import Graph, Option, labelled_options, options
 from autoplan.layout import VARY, WHOLE, Layout, Split
 from autoplan.plan import Plan
 from autoplan.rowaxes import resting, row_options, wanted_rest
-from autoplan.schemes import ROLES, feature_axes, parted, row_axes
+from autoplan.schemes import ROLES, Axes, degree_of, feature_axes, parted, row_axes
 from autoplan.variants import AxisAssignment, Layouts
 
 
@@ -46,7 +46,8 @@ class Lowering:
         index = self.graph.producer[name]
         position = self.graph.ops[index].outputs.index(name)
         made = [axis.options[index].writes[position] for axis in self.axes]
-        moved = any(axis.degree > 1 and src != dst for axis, src, dst in zip(self.axes, made, self.edges[name], strict=True))
+        is_named = bool(self.plan.stage_meshes)  # alike in every stage, also where an axis has one rank
+        moved = any((axis.degree > 1 or is_named) and src != dst for axis, src, dst in zip(self.axes, made, self.edges[name], strict=True))
         return f"{name}__edge" if moved else name
 
     @cached_property
@@ -63,14 +64,17 @@ class Lowering:
         return {stage: tuple(indices) for stage, indices in found.items()}
 
 
-def tensor_options(graph: Graph, plan: Plan, number: int) -> tuple[Option, ...]:
-    """The option of every op on the plan's feature axis of this number, by block pattern."""
-    axes = feature_axes(plan.axes) or (("tp", 1),)
+def tensor_options(graph: Graph, plan: Plan, number: int, mesh: Axes) -> tuple[Option, ...]:
+    """The option of every op on the feature axis of this number of `mesh`, by block pattern; where stages have meshes of their own, as
+    many ranks divide an op as its stage has."""
+    axes = feature_axes(mesh) or (("tp", 1),)
     name, degree = axes[number]
     by_pattern = {block.pattern: block for block in plan.blocks}
     first = {block.pattern: block for block in reversed(graph.blocks)}
+    rank_of = {i: stage.rank for stage in plan.stages for i in range(stage.start, stage.stop)} if plan.stage_meshes else {}
     chosen: list[Option] = []
-    for block in graph.blocks:
+    for place, block in enumerate(graph.blocks):
+        degree = degree_of(plan.stage_meshes[rank_of[place]], name) if rank_of else degree
         splits = by_pattern[block.pattern].splits if block.pattern in by_pattern else {}
         model = first[block.pattern]
         for offset in range(block.stop - block.start):
@@ -78,7 +82,8 @@ def tensor_options(graph: Graph, plan: Plan, number: int) -> tuple[Option, ...]:
             labels = parted(splits.get(graph.ops[model.start + offset].name, ""), len(axes))
             label = labels[number] if len(labels) == len(axes) else str(labels)
             more = gathered_loops(graph, op) if "~" in label else ()
-            found = next((option for option in options(graph, op, degree, more) if option.label == label), None)
+            offered = labelled_options(graph, op, degree, more) if rank_of else options(graph, op, degree, more)
+            found = next((option for option in offered if option.label == label), None)
             if found is None:
                 raise UsageError(
                     f"the plan splits {op.name} ({op.instr.target} in {op.module}) as {label!r} on the axis {name!r}, which {degree} ranks cannot: "
@@ -88,21 +93,22 @@ def tensor_options(graph: Graph, plan: Plan, number: int) -> tuple[Option, ...]:
     return tuple(chosen)
 
 
-def lowering(plan: Plan, graph: Graph, outputs: bool) -> Lowering:
-    """The options of every axis, and the ops of the step with their stages. `outputs`: the model's outputs are wanted besides the loss."""
+def lowering(plan: Plan, graph: Graph, outputs: bool, mesh: Axes) -> Lowering:
+    """The options of every axis of `mesh`, and the ops of the step with their stages. `outputs`: the model's outputs are wanted besides the loss."""
     batch = batch_axis(graph)
     inputs = {name: WHOLE for name in graph.values if graph.values[name].kind != "activation"} | dict.fromkeys(batch.preamble_outputs, WHOLE)
     data_rest = {name: batch.layouts[name] for name in inputs}
-    axes = [AxisAssignment("dp", plan.degree("dp"), batch.options, data_rest)]
+    axes = [AxisAssignment("dp", degree_of(mesh, "dp"), batch.options, data_rest)]
     for name in ("cp", "ep"):
-        if plan.degree(name) > 1:
+        degree = degree_of(mesh, name)
+        if degree > 1:
             divided = context_axis(graph, name, batch.preamble_outputs, plan.context or DEFAULT_WAY)
-            check_context(graph, name, plan.degree(name), divided, plan.context or None)
-            axes.append(AxisAssignment(name, plan.degree(name), divided.options, inputs, divided.factors))
+            check_context(graph, name, degree, divided, plan.context or None)
+            axes.append(AxisAssignment(name, degree, divided.options, inputs, divided.factors))
     row_rest = {name: batch.layouts[name] if graph.values[name].kind == "parameter" else WHOLE for name in inputs}
-    axes += [AxisAssignment(name, degree, batch.options, row_rest) for name, degree in row_axes(plan.axes)]
-    features = feature_axes(plan.axes) or (("tp", 1),)
-    axes += [AxisAssignment(name, degree, tensor_options(graph, plan, number), inputs) for number, (name, degree) in enumerate(features)]
+    axes += [AxisAssignment(name, degree, batch.options, row_rest) for name, degree in row_axes(mesh)]
+    features = feature_axes(mesh) or (("tp", 1),)
+    axes += [AxisAssignment(name, degree, tensor_options(graph, plan, number, mesh), inputs) for number, (name, degree) in enumerate(features)]
     results = training_results(graph) + (graph.outputs if outputs and graph.loss is not None else ())
     ops = step_ops(graph, results, frozenset(batch.preamble_outputs))
     stage_of_block = {block: number for number, stage in enumerate(plan.stages) for block in range(stage.start, stage.stop)}

@@ -5,6 +5,8 @@ products in them; where one item holds most of the model, or no two items are al
 instead. Operators between two items of one container go to the later item; what lies between containers is a part of its own if it has
 parameters. A model without containers is cut where few values are alive.
 
+Terms that depend on weights alone go to the block of their weights (autoplan/penalties.py).
+
 Operators are ordered so that every block is one run: an operator belongs to the latest block among its own and its operands'
 (a topological order by block, then by time). Blocks of equal `pattern` have the same operators on the same shapes, wired alike.
 """
@@ -20,6 +22,7 @@ import networkx as nx
 
 from autoplan.fingerprint import digest
 from autoplan.graph import Block, Graph, Op, Value
+from autoplan.penalties import beside_readers
 from runtime.call import num_bytes
 from runtime.instr import Arg, Ref
 
@@ -56,10 +59,11 @@ def partition(values: Mapping[str, Value], ops: tuple[Op, ...], exported: Sequen
     items = _items(ops)
     if items:
         names, levels = _levels(values, ops, items)
-        ops, levels = _sorted(ops, levels)
+        ops, levels = _sorted(ops, beside_readers(values, ops, levels))
     else:
-        levels = _narrow_levels(values, ops)
+        levels = beside_readers(values, ops, _narrow_levels(values, ops))
         names = [f"part.{i}" for i in range(max(levels, default=0) + 1)]
+        ops, levels = _sorted(ops, levels)
     containers = Counter(_container(name) for name in names if name in set(items.values()))
     blocks: list[Block] = []
     users = _users(ops)

@@ -33,11 +33,17 @@ def headline(plan: Plan) -> str:
 def degrees(plan: Plan) -> str:
     """ "pp 2 × dp 2 × tp 2 · ZeRO 1 · 1f1b · 8 micro-batches of 4"."""
     mesh = " × ".join(f"{axis} {degree}" for axis, degree in plan.axes if degree > 1) or "one device"
+    mesh += f" ({own_meshes(plan)})" if plan.stage_meshes else ""
     micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches != 1 else ''} of {plan.micro_batch_size}"
     facts = [mesh, attends(plan), f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", serving(plan), micro]
     recomputed = sorted({block.recompute for block in plan.blocks} - {"none"})
     facts += [f"gradients as {plan.compression}" if plan.compression else "", f"gradients late by {plan.delay} step" if plan.delay else ""]
     return " · ".join(fact for fact in (*facts, f"recompute {', '.join(recomputed)}" if recomputed else "") if fact)
+
+
+def own_meshes(plan: Plan) -> str:
+    """ "tp 4 | dp 2 × tp 2": the mesh of every stage, where they are not all alike."""
+    return " | ".join(" × ".join(f"{axis} {degree}" for axis, degree in mesh if degree > 1) or "one device" for mesh in plan.stage_meshes)
 
 
 def attends(plan: Plan) -> str:
@@ -49,6 +55,7 @@ def attends(plan: Plan) -> str:
 def short(plan: Plan) -> str:
     """As runners-up are written: "pp 2, dp 2, 1f1b, 4 x 2 rows"."""
     mesh = [f"{axis} {degree}" for axis, degree in plan.axes if degree > 1] or ["one device"]
+    mesh += [f"of {own_meshes(plan)}"] if plan.stage_meshes else []
     facts = [
         attends(plan),
         f"ZeRO {plan.zero}" if plan.zero else "",
@@ -86,7 +93,7 @@ def _reasons(plan: Plan) -> str:
 
 def _splits(plan: Plan) -> str:
     """Per pattern: what is divided on the tensor axis, and where."""
-    if plan.degree("tp") == 1:
+    if plan.most("tp") == 1:
         return ""
     lines: list[str] = []
     for block in plan.blocks:

@@ -198,12 +198,17 @@ def insides(graph: Graph, op: Op, loop: Loop | None) -> tuple[Inside, ...]:
 
 
 def options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...] = ()) -> tuple[Option, ...]:
-    """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, its own and `more`, then partial sums."""
+    """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, its own and `more`, then partial sums.
+    One rank runs it whole."""
+    found = labelled_options(graph, op, degree, more)
+    return found[:1] if degree == 1 else found
+
+
+def labelled_options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...] = ()) -> tuple[Option, ...]:
+    """`options`, also for an axis of one rank beside stages where it has more: the layouts of its values have the same names there."""
     operands, outputs = op.operands, op.outputs
     grads = [graph.values[name].requires_grad for name in operands]
     found = [Option("whole", (WHOLE,) * len(operands), (WHOLE,) * len(outputs))]
-    if degree == 1:
-        return tuple(found)
     unused = [VARY if grad else WHOLE for grad in grads]
     for loop in (*op.loops, *more):
         if graph.factor_sizes[loop.factor] % degree or graph.factor_sizes[loop.factor] // degree < loop.minimum:

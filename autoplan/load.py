@@ -29,12 +29,15 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class Send:
     """A value that goes to another stage after every forward; `grad`: its gradient comes back. `num_bytes` of what a rank sends;
-    `gathered_bytes` of the whole value, where it travels in pieces."""
+    `gathered_bytes` of the whole value, where it travels in pieces; `forward_s` and `backward_s` where the stages have other meshes: seconds of
+    both ways."""
 
     dst: int
     num_bytes: int
     grad: bool
     gathered_bytes: int = 0
+    forward_s: float | None = None
+    backward_s: float | None = None
 
     @property
     def received_bytes(self) -> int:

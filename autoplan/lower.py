@@ -10,18 +10,21 @@ before the first micro-batch, and the stages of every pipeline rank.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from autoplan.arrange import arranged
 from autoplan.assignments import Lowering, lowering, parameter_needs, with_rest
 from autoplan.deal import data_shares, deal_rows
 from autoplan.errors import UsageError
 from autoplan.graph import Graph, Option
-from autoplan.layout import WHOLE
+from autoplan.layout import WHOLE, Layout
 from autoplan.plan import Plan, served_by
+from autoplan.schemes import Axes
 from autoplan.stagecode import feed_of, stage_code, stored_of, with_sends
+from autoplan.stagemeshes import check_stage_meshes, meshes_of
 from autoplan.variants import Emitter, Rows
-from runtime.program import BlockCode, Feed, MicroBatch, Program, StageCode, Stored
+from runtime.program import BlockCode, Feed, MicroBatch, Program, StageCode, StageMesh, Stored
 
 
 def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank: int = 0, outputs: bool = False) -> tuple[Program, ...]:
@@ -35,39 +38,28 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
     if plan.sync == "async" and not outputs:
         return _worker(plan, graph, rows, data_rank)
     graph = arranged(graph, plan)
-    context = lowering(plan, graph, outputs)
-    dealt = deal_rows(plan, rows)
-    if len(dealt[0]) > 1 and context.batch.blocker is not None:
-        raise UsageError(f"the plan has {len(dealt[0])} micro-batches, but {context.batch.blocker}: use one micro-batch.")
-    sizes = sorted({mb.stop - mb.start for share in dealt for mb in share}, reverse=True)
-    local_rows = tuple(share[-1].stop - share[0].start for share in dealt)
-    preamble, feeds, kept, given = _preamble(context, Rows(local_rows[data_rank], rows, 1 / plan.degree("dp"), len(set(local_rows)) == 1))
-    context = replace(context, given=given)
-    needs = parameter_needs(context)
-    context = replace(context, axes=with_rest(context, needs))
-    share = 1 / (plan.degree("dp") * len(dealt[0]))
-    stages = []
-    for number in range(len(plan.stages)):
-        lowered = [stage_code(context, number, needs, Rows(size, rows, share, len(set(local_rows)) == 1)) for size in sizes]
-        stages.append(replace(lowered[0], bodies=tuple(stage.bodies[0] for stage in lowered)))
-    stages = with_sends(stages)
+    sides = _sides(plan, graph, rows, data_rank, outputs)
     stage_ranks = tuple(stage.rank for stage in plan.stages)
+    side_of = [sides[rank if plan.stage_meshes else 0] for rank in range(plan.degree("pp"))]
+    stages = [_stage(side_of[stage.rank], number, rows) for number, stage in enumerate(plan.stages)]
+    stages = with_sends(stages, [dict(side_of[rank].axes) for rank in stage_ranks] if plan.stage_meshes else None)
+    preamble, feeds, kept = sides[0].preamble, sides[0].feeds, sides[0].kept
     stages, readers = _with_kept(stages, stage_ranks, preamble, kept)
     programs = []
-    for coordinate in range(plan.degree("pp")):
+    for coordinate, side in enumerate(side_of):
         own = tuple(stage for stage in stages if stage_ranks[stage.index] == coordinate)
         wanted = preamble is not None and any(stage.index in readers for stage in own)
         programs.append(
             Program(
-                axes=plan.axes,
+                axes=side.axes,
                 num_stages=len(plan.stages),
                 stage_ranks=stage_ranks,
                 stages=own,
                 schedule=plan.schedule,
-                micro_batches=dealt,
+                micro_batches=side.dealt,
                 preamble=preamble if wanted else None,
                 preamble_feeds=feeds if wanted else (),
-                preamble_rows=local_rows,
+                preamble_rows=(rows,) * len(side.dealt) if plan.stage_meshes else side.local_rows,
                 zero=plan.zero,
                 zero_group=plan.zero_group,
                 global_rows=rows,
@@ -75,9 +67,80 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
                 servers=plan.servers,
                 compression=plan.compression or "",
                 delay=plan.delay,
+                meshes=side.meshes,
             )
         )
     return tuple(programs)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What the stages of one mesh share: `dealt` are the micro-batches of its data ranks, `meshes` those of all "pp" coordinates where they
+    are not alike, `preamble` the code that runs before the first micro-batch, with what it reads and keeps."""
+
+    axes: Axes
+    context: Lowering
+    needs: Mapping[str, tuple[tuple[Layout, ...], ...]]
+    dealt: tuple[tuple[MicroBatch, ...], ...]
+    meshes: tuple[StageMesh, ...]
+    preamble: BlockCode | None
+    feeds: tuple[Feed, ...]
+    kept: tuple[Stored, ...]
+
+    @property
+    def local_rows(self) -> tuple[int, ...]:
+        """Rows of every data rank in a step."""
+        return tuple(sum(mb.stop - mb.start for mb in share) for share in self.dealt)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all data ranks have equally many rows at once."""
+        pieces = zip(*self.dealt, strict=True) if self.meshes else [self.local_rows]
+        sizes = [[p if isinstance(p, int) else p.stop - p.start for p in own] for own in pieces]
+        return all(len(set(own)) == 1 for own in sizes)
+
+
+def _sides(plan: Plan, graph: Graph, rows: int, data_rank: int, outputs: bool) -> tuple[_Side, ...]:
+    """One for all stages, or one for each "pp" coordinate where they have meshes of their own."""
+    if plan.stage_meshes:
+        check_stage_meshes(plan)
+    dealt = deal_rows(plan, rows)
+    meshes = meshes_of(plan, dealt[0]) if plan.stage_meshes else ()
+    if not meshes:
+        return (_side(plan, graph, plan.axes, dealt, (), rows, data_rank, outputs),)
+    return tuple(_side(plan, graph, plan.axes_of(number), mesh.micro_batches, meshes, rows, 0, outputs) for number, mesh in enumerate(meshes))
+
+
+def _side(
+    plan: Plan,
+    graph: Graph,
+    axes: Axes,
+    dealt: tuple[tuple[MicroBatch, ...], ...],
+    meshes: tuple[StageMesh, ...],
+    rows: int,
+    data_rank: int,
+    outputs: bool,
+) -> _Side:
+    context = lowering(plan, graph, outputs, axes)
+    if len(dealt[0]) > 1 and context.batch.blocker is not None:
+        raise UsageError(f"the plan has {len(dealt[0])} micro-batches, but {context.batch.blocker}: use one micro-batch.")
+    side = _Side(axes, context, {}, dealt, meshes, None, (), ())
+    if meshes:  # every rank counts the labels of all rows
+        alone = replace(context, axes=(replace(context.axes[0], degree=1), *context.axes[1:]))
+        preamble, feeds, kept, given = _preamble(alone, Rows(rows, rows, 1.0, True))
+    else:
+        preamble, feeds, kept, given = _preamble(context, Rows(side.local_rows[data_rank], rows, 1 / plan.degree("dp"), side.is_even))
+    context = replace(context, given=given)
+    needs = parameter_needs(context)
+    return replace(side, context=replace(context, axes=with_rest(context, needs)), needs=needs, preamble=preamble, feeds=feeds, kept=kept)
+
+
+def _stage(side: _Side, number: int, rows: int) -> StageCode:
+    """One stage, with a body for every number of rows that occurs."""
+    sizes = sorted({mb.stop - mb.start for share in side.dealt for mb in share}, reverse=True)
+    share = 1 / (len(side.dealt) * len(side.dealt[0]))
+    lowered = [stage_code(side.context, number, side.needs, Rows(size, rows, share, side.is_even)) for size in sizes]
+    return replace(lowered[0], bodies=tuple(stage.bodies[0] for stage in lowered))
 
 
 def _worker(plan: Plan, graph: Graph, rows: int, data_rank: int) -> tuple[Program, ...]:

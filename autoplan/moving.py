@@ -39,7 +39,7 @@ def rests_alike(before: tuple[Program, ...], after: tuple[Program, ...]) -> bool
         for stage in (stage for program in programs for stage in program.stages):
             tensors = tuple(stored for stored in stage.stored if stored.kind != "constant")
             stages.append((stage.index, tensors, tuple(block.name for block in stage.bodies[0].blocks)))
-        return [first.axes, first.stage_ranks, first.zero, first.zero_group, first.schedule in ("zb", "zbv"), stages]
+        return [[program.axes for program in programs], first.stage_ranks, first.zero, first.zero_group, first.schedule in ("zb", "zbv"), stages]
 
     return kept(before) == kept(after)
 
@@ -54,11 +54,13 @@ class Meshes:
     """The meshes of the plans that ran; each form is made once, since process groups are kept."""
 
     def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        self._known = {(plan.axes, plan.zero_group): mesh}
+        self._known = {(plan.axes, plan.stage_meshes, plan.zero_group): mesh}
 
     def of(self, plan: Plan, running: Mesh) -> Mesh:
         """The mesh of a plan, as patient as the one that is running. Every rank calls it."""
-        form = (plan.axes, plan.zero_group)
+        form = (plan.axes, plan.stage_meshes, plan.zero_group)
         if form not in self._known:
-            self._known[form] = build_mesh(plan.axes, zero_group=plan.zero_group, device=running.device, patience_s=running.guard.patience_s)
+            self._known[form] = build_mesh(
+                plan.axes, stage_meshes=plan.stage_meshes, zero_group=plan.zero_group, device=running.device, patience_s=running.guard.patience_s
+            )
         return self._known[form]

@@ -23,7 +23,7 @@ from autoplan.budget import Budget, Choice
 from autoplan.clusterprices import prices_of
 from autoplan.constraints import Constraints
 from autoplan.drift import Drift, grouped
-from autoplan.errors import InfeasibleError
+from autoplan.errors import InfeasibleError, UsageError
 from autoplan.lower import lower
 from autoplan.moving import rests_alike
 from autoplan.parallelmodel import ParallelModel
@@ -85,6 +85,8 @@ class OnlinePlanner:
         window: int = 7,
         tolerance: float = 0.2,
     ) -> None:
+        if model.plan.stage_meshes:
+            raise UsageError("a plan whose stages have meshes of their own is not replaced while it runs: no search finds its like. Use a plan of one mesh.")
         self.budget = Budget(budget, worth)
         self.changes: list[Change] = []
         self._model, self._optimizer = model, optimizer

@@ -74,7 +74,7 @@ class ParallelModel:
         graph = arranged(graph, plan)
         batch = cast_batch(batch, precision)
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
-        mesh = build_mesh(plan.axes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
+        mesh = build_mesh(plan.axes, stage_meshes=plan.stage_meshes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
         self._programs, self._alone = (
             Programs(shape_key(batch, plan.global_batch), graph, plan, self._captured_again, is_shared=is_shared) for is_shared in (True, False)
         )
@@ -201,7 +201,8 @@ class ParallelModel:
         with told():
             found = executor.predict(self._content(batch))
         outputs = tuple(found[name] for stage in executor.program.stages for name in stage.predictions)
-        if not outputs or self.data_rank or any(executor.mesh.axis(name).index for name, _ in (*tensor_axes(self.plan.axes), ("cp", 1), ("ep", 1))):
+        axes = (*tensor_axes(executor.program.axes), ("dp", 1), ("cp", 1), ("ep", 1))
+        if not outputs or any(executor.mesh.axis(name).index for name, _ in axes):
             return None
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -388,12 +389,12 @@ class ParallelModel:
     @property
     def data_rank(self) -> int:
         """This rank's place among the data-parallel replicas."""
-        return self.executor.mesh.axis("dp").index
+        return 0 if self.plan.stage_meshes else self.executor.mesh.axis("dp").index
 
     @property
     def data_size(self) -> int:
-        """Number of data-parallel replicas."""
-        return self.executor.mesh.axis("dp").size
+        """Number of data-parallel replicas; 1 where stages have meshes of their own, whose ranks all take the global batch."""
+        return 1 if self.plan.stage_meshes else self.executor.mesh.axis("dp").size
 
     def shard(self, batch: Batch) -> Share:
         """This rank's own rows of a global batch."""

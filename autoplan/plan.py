@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from autoplan.forecast import CollectiveUse, Forecast
@@ -80,6 +81,8 @@ class Plan:
     in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
     `sync`, `servers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py;
     `compression` and `delay` how (docs/training-modes.md).
+    `stage_meshes`, where stages differ: the axes inside of each "pp" coordinate, (("dp", 2), ("tp", 4)); `axes` is "pp" alone then, every rank
+    takes the global batch, and `micro_batch_size` counts rows of a whole micro-batch (autoplan/stagemeshes.py).
     JSON form: autoplan/planfile.py.
     """
 
@@ -114,10 +117,24 @@ class Plan:
     delay: int = 0
     version: int = PLAN_VERSION
     context: str = ""
+    stage_meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     def degree(self, axis: str) -> int:
-        """Ranks along an axis; "tp": along all tensor axes together."""
+        """Ranks along an axis; "tp": along all tensor axes together. Of axes that all stages share alone."""
         return degree_of(self.axes, axis)
+
+    def most(self, axis: str) -> int:
+        """The largest degree of an axis over all stages."""
+        return max(degree_of(mesh, axis) for mesh in self.stage_meshes or (self.axes,))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages together."""
+        return sum(prod(size for _, size in mesh) for mesh in self.stage_meshes or (self.axes,))
+
+    def axes_of(self, coordinate: int) -> tuple[tuple[str, int], ...]:
+        """The axes as the ranks of one "pp" coordinate see them."""
+        return (*self.axes, *self.stage_meshes[coordinate]) if self.stage_meshes else self.axes
 
     @property
     def is_exact(self) -> bool:

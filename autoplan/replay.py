@@ -240,12 +240,14 @@ def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Ste
     forward: dict[tuple[int, int], float] = {}
     for load in loads:
         for send in load.sends:
-            forward[load.index, send.dst] = forward.get((load.index, send.dst), 0.0) + send_s(pricer, step, load.index, send.dst, send.num_bytes)
+            seconds = send_s(pricer, step, load.index, send.dst, send.num_bytes) if send.forward_s is None else send.forward_s
+            forward[load.index, send.dst] = forward.get((load.index, send.dst), 0.0) + seconds
     backward: dict[tuple[int, int], float] = {}
     for load in loads:
         for send in load.sends:
             if send.grad:
-                backward[send.dst, load.index] = backward.get((send.dst, load.index), 0.0) + send_s(pricer, step, load.index, send.dst, send.num_bytes)
+                seconds = send_s(pricer, step, load.index, send.dst, send.num_bytes) if send.backward_s is None else send.backward_s
+                backward[send.dst, load.index] = backward.get((send.dst, load.index), 0.0) + seconds
     outgoing = {"F": _by_source(forward), "B": _by_source(backward), "BW": {}}
     waits = {"F": _by_target(forward), "B": _by_target(backward), "BW": {}}
     arrived: dict[tuple[str, int, int, int], float] = {}

@@ -17,11 +17,9 @@ def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
             f"the plan was made for {plan.model} (fingerprint {plan.model_fingerprint}), this model is {graph.name} ({graph.fingerprint}): "
             "plan again for it, with a batch of this shape."
         )
-    ranks = 1
-    for _, size in plan.axes:
-        ranks *= size
+    ranks = plan.num_ranks
     if ranks != world_size:
-        text = " x ".join(f"{axis}={size}" for axis, size in plan.axes)
+        text = " | ".join(" x ".join(f"{axis}={size}" for axis, size in mesh) for mesh in plan.stage_meshes or (plan.axes,))
         raise StalePlanError(f"the plan is for {ranks} ranks ({text}), this job has {world_size}: start {ranks} ranks, or plan again for {world_size}.")
 
 

@@ -66,7 +66,7 @@ def assemble(
         split_share=model.split_share,
         stages=tuple(forecasts),
         collectives=collective_uses(loads, step),
-        events=_events(line, times, step, line_of) if with_events else (),
+        events=events_of(line, times, step, line_of) if with_events else (),
         source=pricer.prices.source,
         assumptions=pricer.prices.assumptions(),
     )
@@ -127,7 +127,7 @@ def stage_uses(load: StageLoad, step: Step) -> tuple[CollectiveUse, ...]:
     return tuple(CollectiveUse(kind, axis, phase, size, count) for (kind, axis, phase), (size, count) in sorted(totals.items()))
 
 
-def _events(line: Timeline, times: tuple[Durations, ...], step: Step, ranks: RankGroup) -> tuple[Event, ...]:
+def events_of(line: Timeline, times: tuple[Durations, ...], step: Step, ranks: RankGroup) -> tuple[Event, ...]:
     """`ranks`: those of one pipeline."""
     first, stride = ranks.start, ranks.stride
     events = [
@@ -163,16 +163,19 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     `plan` may lack its own forecast's figures; its precision, optimizer and splits are used.
     """
     from autoplan.replicas import forecast_replicas, kinds, replicas  # which read the functions above
+    from autoplan.stageforecast import forecast_stages
 
     pricer = Pricer(prices, precision_left(graph, plan.precision), overlap=overlap)
     graph = arranged(graph, plan)
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
     first = programs[0]
-    devices = kinds(prices, math.prod(size for _, size in plan.axes))
-    classes = replicas(first, devices) if plan.sync == "allreduce" else ()
+    devices = kinds(prices, plan.num_ranks)
+    classes = replicas(first, devices) if plan.sync == "allreduce" and not plan.stage_meshes else ()
     step = step_of(first, plan, overlap=overlap)
-    model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.degree("tp"), plan.precision)
-    if plan.sync == "allreduce" and (len(classes) > 1 or len(set(devices)) > 1):
+    model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.most("tp"), plan.precision)
+    if plan.stage_meshes:
+        told = forecast_stages(programs, graph, prices, step, model, pricer.precision)
+    elif plan.sync == "allreduce" and (len(classes) > 1 or len(set(devices)) > 1):
         told = forecast_replicas(programs, classes, graph, prices, step, model, pricer.precision)
     else:
         loads = tuple(load_of(program, stage, graph, pricer) for stage, program in stages)

@@ -14,10 +14,12 @@ from autoplan.graph import Graph
 from autoplan.layout import PARTIAL, VARY, WHOLE, Split
 from autoplan.peephole import fuse_bias
 from autoplan.precision import MASTER
+from autoplan.stagemeshes import spread_of
 from autoplan.transit import AXIS, pieces_dim
 from autoplan.variants import Emitter, Rows
 from runtime.instr import uses
 from runtime.program import BlockCode, Body, Chunk, Feed, StageCode, Stored, Transfer
+from runtime.traffic import body_specs
 
 
 def feed_of(graph: Graph, name: str) -> Feed:
@@ -117,9 +119,13 @@ def _receives(context: Lowering, emitter: Emitter, number: int) -> list[Transfer
     found = []
     for local, name in emitter.external.items():
         if graph.values[name].kind == "activation" and name not in context.given:
-            source = _holder(context, name, number)
+            source, stages = _holder(context, name, number), context.plan.stages
             spec, grad = emitter.specs[local], graph.values[name].requires_grad
-            found.append(Transfer(local, source, number, spec, grad, _pieces(context, emitter, name, spec.shape, source, number)))
+            if context.plan.stage_meshes and stages[source].rank != stages[number].rank:
+                spread = spread_of(graph, name, [axis.name for axis in context.axes], emitter.produced(name))
+                found.append(Transfer(local, source, number, spec, grad, spread=spread))
+            else:
+                found.append(Transfer(local, source, number, spec, grad, _pieces(context, emitter, name, spec.shape, source, number)))
     return found
 
 
@@ -190,13 +196,17 @@ def stored_of(context: Lowering, emitter: Emitter, local: str) -> Stored:
     )
 
 
-def with_sends(stages: Sequence[StageCode]) -> list[StageCode]:
-    """Add to every stage the transfers that later stages receive from it."""
+def with_sends(stages: Sequence[StageCode], degrees: Sequence[Mapping[str, int]] | None = None) -> list[StageCode]:
+    """Add to every stage the transfers that later stages receive from it. `degrees`: of the axes of each stage, where they are not all alike."""
     result = []
     for stage in stages:
         bodies = []
         for number, body in enumerate(stage.bodies):
-            sends = tuple(t for other in stages for t in other.bodies[number].receives if t.src == stage.index)
+            if degrees is None:
+                sends = tuple(t for other in stages for t in other.bodies[number].receives if t.src == stage.index)
+            else:
+                specs = body_specs(stage, body, degrees[stage.index])
+                sends = tuple(replace(t, spec=specs[t.value]) for other in stages for t in other.bodies[0].receives if t.src == stage.index)
             bodies.append(replace(body, sends=sends))
         result.append(replace(stage, bodies=tuple(bodies)))
     return result

@@ -21,7 +21,15 @@ def trace(plan: Plan, measured: Measured | None = None) -> str:
     if measured:
         offset = 1 + max((event.rank for event in plan.forecast.events), default=0)
         entries += _entries(measured.events, "measured rank", offset)
-    about = {"model": plan.model, "cluster": plan.cluster, "axes": dict(plan.axes), "schedule": plan.schedule, "step_time_s": plan.forecast.step_time_s}
+    meshes = [dict(mesh) for mesh in plan.stage_meshes]
+    about = {
+        "model": plan.model,
+        "cluster": plan.cluster,
+        "axes": dict(plan.axes),
+        "stage_meshes": meshes,
+        "schedule": plan.schedule,
+        "step_time_s": plan.forecast.step_time_s,
+    }
     return json.dumps({"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about}, indent=None, separators=(",", ":")) + "\n"
 
 

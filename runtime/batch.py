@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,15 +68,18 @@ def read(batch: Any, feed: Feed, start: int, stop: int, device: torch.device) ->
     return value.to(device, non_blocking=True)
 
 
-def gather_rows(pieces: list[torch.Tensor], counts: list[list[int]], axis: Axis) -> torch.Tensor:
-    """The rows of all data ranks in order, from this rank's micro-batches. `counts`: rows by data rank and micro-batch.
+def gather_rows(pieces: list[torch.Tensor], dealt: Sequence[Sequence[MicroBatch]], axis: Axis) -> torch.Tensor:
+    """The rows of all data ranks in order, from this rank's micro-batches. `dealt`: micro-batches by data rank.
 
     A value without rows (its first dimension is not the micro-batch's) is the last micro-batch's own.
     """
+    counts = [[m.stop - m.start for m in own] for own in dealt]
     if any(piece.dim() == 0 or piece.shape[0] != rows for piece, rows in zip(pieces, counts[axis.index], strict=True)):
         return pieces[-1]
     own, totals = torch.cat(pieces), [sum(rows) for rows in counts]
     padded = own.new_zeros((max(totals), *own.shape[1:]))
     padded[: own.shape[0]] = own
-    everything = raw_all_gather(padded, Part(0, 1, max(totals) * axis.size, 1), axis)
-    return torch.cat([rows[:total] for rows, total in zip(everything.chunk(axis.size), totals, strict=True)])
+    everything = raw_all_gather(padded, Part(0, 1, max(totals) * axis.size, 1), axis).chunk(axis.size)
+    parts = [part for rows, total, sizes in zip(everything, totals, counts, strict=True) for part in rows[:total].split(sizes)]
+    starts = [m.start for own in dealt for m in own]
+    return torch.cat([part for _, part in sorted(zip(starts, parts, strict=True), key=lambda item: item[0])])

@@ -27,7 +27,7 @@ from runtime.partition import servers_of
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reducer import Reducer
-from runtime.reduction import Summand, all_reduce_bucket, reduce_over_axes, sum_over_axes, sum_tied
+from runtime.reduction import Summand, all_reduce_bucket, reduce_over_axes, sum_over_axes
 from runtime.run import Run
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -36,6 +36,7 @@ from runtime.servers import Servers
 from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, materialise
 from runtime.stripes import reduces_itself
+from runtime.tied import sum_tied
 from runtime.traffic import with_gradients
 from runtime.verdict import guarded, told, warn_of_skipped
 from runtime.workers import Worker
@@ -178,7 +179,7 @@ class Executor:
         """The gradients of this rank as plain tensors, their sums made; those over the data axis not where the reducer makes them."""
         if self.reducer is None:
             reduce_over_axes(self.trainable, self._at)
-            sum_tied(self.trainable, self.program.stage_ranks, self._at)
+            sum_tied(self.trainable, self.program.stage_ranks, self._at, self.program.meshes)
             if self.servers is not None:
                 self.servers.push()
             return {r: r.local(r.tensor.grad) for r in self.trainable if r.tensor.grad is not None}
@@ -362,8 +363,7 @@ class Executor:
         self._settle()
         with guarded(self.mesh):
             run = self._forward(batch)
-            counts = [[m.stop - m.start for m in own] for own in self.program.micro_batches]
-            return {name: gather_rows(pieces, counts, self.mesh.axis("dp")) for name, pieces in run.predictions.items()}
+            return {name: gather_rows(pieces, self.program.micro_batches, self.mesh.axis("dp")) for name, pieces in run.predictions.items()}
 
     def _new_run(self, batch: Any, actions: Schedule, *, is_training: bool) -> Run:
         self.mesh.recorder.clear()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -99,6 +100,7 @@ def init_process_group(device: torch.device, timeout_s: float) -> None:
 def build_mesh(
     axes: tuple[tuple[str, int], ...],
     *,
+    stage_meshes: tuple[tuple[tuple[str, int], ...], ...] = (),
     zero_group: int | None = None,
     device: torch.device | None = None,
     timeout_s: float = 600.0,
@@ -108,6 +110,7 @@ def build_mesh(
     """The mesh of `axes` (outermost first) over all ranks of this job. A wait ends after `timeout_s`, or earlier where another rank
     is gone or has not moved for `patience_s` (runtime/heartbeat.py).
 
+    `stage_meshes`: the axes of each "pp" coordinate, where they are not all alike; `axes` is "pp" alone then.
     Raises ValueError where the axes do not multiply to the world size or zero_group does not divide "dp".
     Every rank has to call it with the same arguments.
     """
@@ -116,11 +119,16 @@ def build_mesh(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     sizes = dict(axes)
-    if math.prod(sizes.values()) != world_size:
-        text = " x ".join(f"{name} {size}" for name, size in axes)
-        raise ValueError(f"the mesh {text} needs {math.prod(sizes.values())} ranks, this job has {world_size}: start as many with torchrun --nproc-per-node")
+    wanted = sum(math.prod(size for _, size in mesh) for mesh in stage_meshes) or math.prod(sizes.values())
+    if wanted != world_size:
+        text = " | ".join(" x ".join(f"{name} {size}" for name, size in mesh) for mesh in stage_meshes or (axes,))
+        raise ValueError(f"the mesh {text} needs {wanted} ranks, this job has {world_size}: start as many with torchrun --nproc-per-node")
     recorder = recorder or Recorder(clock=CudaClock() if device.type == "cuda" else CpuClock())
     guard = Guard(default_store(), world_size, rank, recorder, patience_s)
+    alone = Axis("dp", 1, 0, (rank,), None, recorder, timeout_s, guard, device)
+    if stage_meshes:
+        assert zero_group is None, "a ZeRO group is part of one mesh"
+        return _mesh_of_stage(stage_meshes, Mesh({}, device, recorder, guard, rank, world_size, timeout_s, {}, None, alone, alone))
     ids = torch.arange(world_size).reshape([size for _, size in axes])
 
     def lines(grid: torch.Tensor, dim: int) -> list[list[int]]:
@@ -134,7 +142,6 @@ def build_mesh(
     made = {name: make(name, ids, i) for i, (name, _) in enumerate(axes)}
     pp_lines = lines(ids, list(sizes).index("pp")) if sizes.get("pp", 1) > 1 else []
     channels = {name: _new_group(pp_lines, timeout_s) if pp_lines else None for name in CHANNELS}
-    alone = Axis("dp", 1, 0, (rank,), None, recorder, timeout_s, guard, device)
     dp = made.get("dp", alone)
     if zero_group is None or zero_group == dp.size:
         return Mesh(made, device, recorder, guard, rank, world_size, timeout_s, channels, _device_mesh((dp,), device), dp, alone)
@@ -144,6 +151,36 @@ def build_mesh(
     split = ids.unflatten(where, (dp.size // zero_group, zero_group))
     replicas, shards = make("dp", split, where), make("dp", split, where + 1)
     return Mesh(made, device, recorder, guard, rank, world_size, timeout_s, channels, _device_mesh((replicas, shards), device), shards, replicas)
+
+
+def first_ranks(stage_meshes: Sequence[Sequence[tuple[str, int]]]) -> tuple[int, ...]:
+    """The first global rank of every "pp" coordinate; those of a coordinate are consecutive."""
+    counts = [math.prod(size for _, size in axes) for axes in stage_meshes]
+    return tuple(itertools.accumulate((0, *counts[:-1])))
+
+
+def _mesh_of_stage(stage_meshes: tuple[tuple[tuple[str, int], ...], ...], job: Mesh) -> Mesh:
+    """The mesh of this rank's "pp" coordinate. On "pp" stand the first ranks of the coordinates, this rank in the place of its own; only
+    first ranks have a group there. Transfers go between any two ranks of the job."""
+    starts, made = first_ranks(stage_meshes), {}
+    here = max(i for i, first in enumerate(starts) if first <= job.rank)
+
+    def axis(name: str, ranks: tuple[int, ...], index: int, group: Any) -> Axis:
+        return replace(job.shard_axis, name=name, size=len(ranks), index=index, ranks=ranks, group=group)
+
+    for coordinate, (first, axes) in enumerate(zip(starts, stage_meshes, strict=True)):
+        shape = [size for _, size in axes]
+        ids = torch.arange(first, first + math.prod(shape)).reshape(shape)
+        for dim, (name, size) in enumerate(axes):
+            lines = ids.movedim(dim, -1).reshape(-1, size).tolist()
+            group = _new_group(lines, job.timeout_s)
+            if coordinate == here:
+                line = next(line for line in lines if job.rank in line)
+                made[name] = axis(name, tuple(line), line.index(job.rank), group)
+    pp = axis("pp", (*starts[:here], job.rank, *starts[here + 1 :]), here, _new_group([list(starts)], job.timeout_s))
+    dp = made.get("dp", job.shard_axis)
+    channels = {name: _new_group([list(range(job.world_size))], job.timeout_s) for name in CHANNELS}
+    return replace(job, axes={"pp": pp, **made}, channels=channels, shards=_device_mesh((dp,), job.device), shard_axis=dp)
 
 
 def twin_axis(mesh: Mesh, name: str) -> Axis:

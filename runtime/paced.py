@@ -79,6 +79,8 @@ def paced(code: Code, pace: Pace, mesh: Mesh) -> Code:
 
 
 def _check(program: Program) -> None:
+    if program.meshes:
+        raise ValueError("stages with meshes of their own cannot be paced: its links are those of one mesh's axes. Give all stages one mesh")
     if program.sync != "allreduce" or program.delay:
         what = f"sync={program.sync!r}" if program.sync != "allreduce" else f"delay={program.delay}"
         raise ValueError(f"{what} works beside the step, which paced devices do not: plan with sync='allreduce' and delay=0")

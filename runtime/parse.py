@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from runtime.instr import Arg, Dtype, Instr, Other, Output, Ref, TensorSpec
-from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, StageCode, Stored, Transfer
+from runtime.program import BlockCode, Body, Chunk, Feed, MicroBatch, Program, Spread, StageCode, StageMesh, Stored, Transfer
 
 _TOKEN = re.compile(
     r"""\s*(?:
@@ -200,11 +200,7 @@ class _Parser:
 
     def program(self) -> Program:
         self.line("program").expect("1")
-        line, axes = self.line("axes"), []
-        while line.peek():
-            axis = line.take("word")
-            line.expect("=")
-            axes.append((axis, line.integer()))
+        axes = self.sizes(self.line("axes"))
         line = self.line("stages")
         num_stages = line.integer()
         line.field("ranks")
@@ -225,16 +221,11 @@ class _Parser:
             line.expect("=")
             delay = line.integer()
         sync, servers, staleness = self.sync()
-        line, micro_batches, own = self.line("micro_batches"), [], []
-        while line.peek():
-            if line.accept("|"):
-                micro_batches.append(tuple(own))
-                own = []
-                continue
-            start = line.integer()
-            line.expect(":")
-            own.append(MicroBatch(start, line.integer()))
-        micro_batches.append(tuple(own))
+        micro_batches, meshes = self.micro_batches(), []
+        while self.begins("mesh"):
+            line = self.line("mesh")
+            first, own = line.integer(), self.sizes(line)
+            meshes.append(StageMesh(first, own, self.micro_batches()))
         line = self.line("preamble")
         line.field("rows")
         preamble_rows = tuple(map(int, line.words()))
@@ -246,9 +237,30 @@ class _Parser:
         if self.at < len(self.lines):
             raise self.lines[self.at].fail("a stage")
         return Program(
-            tuple(axes), num_stages, stage_ranks, tuple(stages), schedule, tuple(micro_batches), preamble, feeds, preamble_rows, zero, zero_group, rows,
-            sync, servers, staleness, compression, delay,
+            axes, num_stages, stage_ranks, tuple(stages), schedule, micro_batches, preamble, feeds, preamble_rows, zero, zero_group, rows,
+            sync, servers, staleness, compression, delay, tuple(meshes),
         )  # fmt: skip
+
+    def sizes(self, line: _Line) -> tuple[tuple[str, int], ...]:
+        """Names with numbers up to the end of a line: "dp=2 tp=4"."""
+        found = []
+        while line.peek():
+            axis = line.take("word")
+            line.expect("=")
+            found.append((axis, line.integer()))
+        return tuple(found)
+
+    def micro_batches(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        line, dealt, own = self.line("micro_batches"), [], []
+        while line.peek():
+            if line.accept("|"):
+                dealt.append(tuple(own))
+                own = []
+                continue
+            start = line.integer()
+            line.expect(":")
+            own.append(MicroBatch(start, line.integer()))
+        return (*dealt, tuple(own))
 
     def sync(self) -> tuple[str, tuple[int, ...], int | None]:
         """Who sums gradients, the servers and the bound of staleness; the line is left out for all_reduce."""
@@ -332,8 +344,19 @@ class _Parser:
             value, spec, src = line.name(), line.dense_spec(), line.integer()
             line.expect("->")
             dst, grad = line.integer(), line.accept("grad")
-            out.append(Transfer(value, src, dst, spec, grad, line.chunk() if line.accept("pieces") else None))
+            pieces = line.chunk() if line.accept("pieces") else None
+            out.append(Transfer(value, src, dst, spec, grad, pieces, self.spread(line) if line.accept("spread") else None))
         return tuple(out)
+
+    def spread(self, line: _Line) -> Spread:
+        line.expect("=")
+        sizes = tuple(map(int, line.words()))
+        line.field("partial")
+        partial = line.words()
+        line.field("vary")
+        vary = line.words()
+        line.expect("divided")
+        return Spread(sizes, self.sizes(line), partial, vary)
 
     def block(self) -> BlockCode:
         line = self.line("block")

@@ -99,10 +99,26 @@ class BlockCode:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How a value lies where it crosses between stages of different meshes: alike on both, but for the degrees of their axes.
+
+    `sizes` are the lengths of its factors over all ranks, outermost first, dimension by dimension; 0 for the rows of the micro-batch.
+    `divided`: (axis, number of the factor) that the axis divides. Over `partial` axes the value is a sum of what the ranks hold, over
+    `vary` axes its gradient is; elsewhere both are copies.
+    """
+
+    sizes: tuple[int, ...]
+    divided: tuple[tuple[str, int], ...]
+    partial: tuple[str, ...] = ()
+    vary: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One value that travels from stage `src` to stage `dst` for each micro-batch; its gradient travels back.
 
-    `spec` is the local tensor's. Both stages have equal data and tensor coordinates for the ranks that pair up.
+    `spec` is that of the local tensor on the side that lists the transfer. Without `spread` both stages have equal data and tensor
+    coordinates for the ranks that pair up; with it ranks send each other the parts that they share (runtime/crossing.py).
     `pieces`, of a value that all ranks of an axis hold alike: each sends its piece, and who receives them gathers.
     Source: Narayanan et al. 2021 (SC21), section 4.1.
     """
@@ -113,9 +129,10 @@ class Transfer:
     spec: TensorSpec
     grad: bool
     pieces: Chunk | None = None
+    spread: Spread | None = None
 
     def sent(self, sizes: Mapping[str, int]) -> TensorSpec:
-        """What one rank sends, on axes of these sizes."""
+        """What one rank sends, on axes of these sizes; not where it is spread."""
         if self.pieces is None:
             return self.spec
         shape = list(self.spec.shape)
@@ -142,6 +159,16 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StageMesh:
+    """The ranks of one "pp" coordinate where coordinates have meshes of their own: `first` and those that follow, row-major in `axes`.
+    `micro_batches` are those of its own data ranks; the micro-batches of one number have the same rows on every coordinate."""
+
+    first: int
+    axes: tuple[tuple[str, int], ...]
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StageCode:
     """One stage: its tensors at rest and one body for each number of rows that occurs."""
 
@@ -163,6 +190,8 @@ class Program:
     on the data ranks `servers` ((): all of them). `staleness` bounds how many steps a worker may be ahead; None: no bound.
     `compression`: how gradients are sent over the data axis, a name in runtime/quantiser.py ("": as they are); `delay`: a step
     leaves the gradients of the step so many before it (0 or 1).
+    `meshes`, one for each "pp" coordinate, where they are not all alike; `axes` are "pp" and those of this coordinate then, and
+    every rank takes the global batch.
     """
 
     axes: tuple[tuple[str, int], ...]  # (("pp", 2), ("dp", 2), ("tp", 2))
@@ -182,6 +211,7 @@ class Program:
     staleness: int | None = None
     compression: str = ""
     delay: int = 0
+    meshes: tuple[StageMesh, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:

@@ -13,7 +13,7 @@ from runtime.batch import first_row, read
 from runtime.call import dtype_of
 from runtime.code import Code
 from runtime.mesh import Mesh
-from runtime.program import StageCode, Transfer
+from runtime.program import MicroBatch, StageCode, Transfer
 from runtime.random import RandomState, use_state
 from runtime.split import Later, add
 from runtime.transfer import Message, Post, known_transfers
@@ -49,8 +49,9 @@ class Run:
         self._rows = self.code.micro_batches(self.mesh)
         self._transfers = tuple(known_transfers(program.stages, mb.stop - mb.start) for mb in self._rows)
         feeds = tuple(feed for stage in program.stages for feed in stage.feeds) + program.preamble_feeds
-        self._offset = first_row(self.batch, feeds, self._rows, program.global_rows)
-        self._post = Post(self.mesh, program.stage_ranks, self._transfers, self.code.actions)
+        own = (MicroBatch(0, program.global_rows),) if program.meshes else self._rows
+        self._offset = first_row(self.batch, feeds, own, program.global_rows)
+        self._post = Post(self.mesh, program.stage_ranks, self._transfers, self.code.actions, program.meshes)
         self._last_backward = {a.stage: a for a in self.code.actions[self.mesh.axis("pp").index] if a.kind in ("B", "BI")}
 
     def run(self) -> None:
@@ -76,6 +77,8 @@ class Run:
         if self.code.preamble is None or program.preamble is None:
             return
         start, stop = self._rows[0].start - self._offset, self._rows[-1].stop - self._offset
+        if program.meshes:  # rows of a data rank do not lie together: all ranks count all of them
+            start, stop = 0, program.global_rows
         feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in program.preamble_feeds}
         with self.mesh.recorder.action("preamble", "forward"), torch.no_grad():
             args = [feeds[name] for name in program.preamble.inputs] + [self._at_rest(name) for name in program.preamble.stored]

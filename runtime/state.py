@@ -58,7 +58,9 @@ def collect(residents: tuple[Resident, ...], mesh: Mesh, stage_ranks: tuple[int,
     own_names: list[tuple[str, tuple[str, ...], TensorSpec]] = [
         (r.stored.fqn, r.stored.aliases, replace(r.stored.spec, dtype=r.stored.at_rest)) for r in mine if pick(r) is not None
     ]
-    for coordinate, listed in enumerate(everyone(pp, own_names)):
+    beside = pp.size > 1 and pp.group is None  # of a stage with a mesh of its own, not its first rank: others' names are not needed
+    told = [own_names if place == pp.index else [] for place in range(pp.size)] if beside else everyone(pp, own_names)
+    for coordinate, listed in enumerate(told):
         tensors = gather_all(mine, pick) if pp.index == coordinate else None
         for fqn, aliases, spec in listed:
             dense = next(tensors)[1] if tensors is not None else None

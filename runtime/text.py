@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from runtime.flow import Flow, flow
 from runtime.instr import Arg, Dtype, Instr, Other, Ref, TensorSpec
 from runtime.instr_traffic import backward_uses, forward_uses, gradient_passes
-from runtime.program import BlockCode, Chunk, Feed, Program, StageCode, Stored, Transfer
+from runtime.program import BlockCode, Chunk, Feed, MicroBatch, Program, Spread, StageCode, Stored, Transfer
 from runtime.schedule import schedule
 from runtime.stripes import reduces_itself
 from runtime.traffic import body_specs, fsdp_groups, is_split_backward, sharding
@@ -89,7 +89,10 @@ def _program(p: Program) -> Iterator[str]:
     yield f"{stages} zero_group={_optional(p.zero_group)} rows={p.global_rows}{mode}"
     if p.sync != "allreduce":
         yield f"sync {p.sync} servers={words(p.servers)} staleness={_optional(p.staleness)}"
-    yield "micro_batches " + " | ".join(" ".join(f"{m.start}:{m.stop}" for m in own) for own in p.micro_batches)
+    yield f"micro_batches {_micro_batches(p.micro_batches)}"
+    for mesh in p.meshes:
+        yield f"mesh {mesh.first} " + " ".join(f"{axis}={size}" for axis, size in mesh.axes)
+        yield f"  micro_batches {_micro_batches(mesh.micro_batches)}"
     yield f"preamble rows={words(p.preamble_rows)}"
     yield from (f"  {_feed(feed)}" for feed in p.preamble_feeds)
     if p.preamble is not None:
@@ -159,9 +162,18 @@ def _feed(feed: Feed) -> str:
     return f"feed {name(feed.name)} {json.dumps(feed.path)} {spec(feed.spec)} batch_dim={_optional(feed.batch_dim)}"
 
 
+def _micro_batches(dealt: tuple[tuple[MicroBatch, ...], ...]) -> str:
+    return " | ".join(" ".join(f"{m.start}:{m.stop}" for m in own) for own in dealt)
+
+
 def _transfer(t: Transfer) -> str:
     pieces = f" pieces {_chunk(t.pieces)}" if t.pieces is not None else ""
-    return f"{name(t.value)} {spec(t.spec)} {t.src} -> {t.dst}{' grad' if t.grad else ''}{pieces}"
+    return f"{name(t.value)} {spec(t.spec)} {t.src} -> {t.dst}{' grad' if t.grad else ''}{pieces}{_spread(t.spread) if t.spread is not None else ''}"
+
+
+def _spread(s: Spread) -> str:
+    divided = " ".join(f"{axis}={factor}" for axis, factor in s.divided)
+    return f" spread={words(s.sizes)} partial={words(s.partial)} vary={words(s.vary)} divided {divided}".rstrip()
 
 
 def _block(block: BlockCode, found: Flow | None, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> Iterator[str]:

@@ -27,14 +27,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from runtime.call import dtype_of, num_bytes
+from runtime.crossing import num_elements, pieces
 from runtime.flow import Flow, flow, groups, has_backward
 from runtime.instr import Instr, TensorSpec
 from runtime.instr_traffic import Use, backward_uses, forward_uses, gradient_passes
 from runtime.partition import Tensor, moves_of, servers_of
-from runtime.program import BlockCode, Body, Program, StageCode, Stored
+from runtime.program import BlockCode, Body, Program, StageCode, StageMesh, Stored
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
 from runtime.stripes import program_layout, reduced, reduces_itself, row_range
+from runtime.tied import partners
 
 Move = tuple[str, str, str, int]  # kind, axis, phase, bytes
 Coordinates = Mapping[str, int]
@@ -50,7 +52,8 @@ def moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
     sizes = dict(program.axes)
     rows = [mb.stop - mb.start for mb in program.micro_batches[coordinates.get("dp", 0)]]
     if program.preamble is not None:
-        specs = {feed.name: _own_rows(feed.spec, feed.batch_dim, sum(rows)) for feed in program.preamble_feeds}
+        own_rows = program.global_rows if program.meshes else sum(rows)
+        specs = {feed.name: _own_rows(feed.spec, feed.batch_dim, own_rows) for feed in program.preamble_feeds}
         for instr in program.preamble.instrs:
             specs.update(_specs(instr))
             yield from ((use.kind, use.axis, "forward", use.num_bytes) for use in forward_uses(instr, specs, sizes))
@@ -58,10 +61,12 @@ def moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
         for count in dict.fromkeys(rows):
             body = next(body for body in stage.bodies if body.rows == count)
             yield from tuple(_body_moves(program, stage, body, coordinates)) * rows.count(count)
+        for number, count in enumerate(rows if program.meshes else ()):
+            yield from _crossing_moves(program, next(body for body in stage.bodies if body.rows == count), coordinates, number)
         if sharding(program) > 1:
             yield from _fsdp_moves(program, stage, len(rows))
     yield from _reduction_moves(program, coordinates)
-    if math.prod(sizes.values()) > 1:
+    if math.prod(sizes.values()) > 1 or program.meshes:
         yield "all_reduce", "world", "reduce", 24  # the loss, its dtype and what is not finite, each a float64
 
 
@@ -115,15 +120,36 @@ def _body_moves(program: Program, stage: StageCode, body: Body, coordinates: Coo
                 yield from ((use.kind, use.axis, "backward", use.num_bytes) for use in back)
     ranks = program.stage_ranks
     for transfer in body.sends:
-        if ranks[transfer.dst] != ranks[transfer.src]:
+        if ranks[transfer.dst] != ranks[transfer.src] and transfer.spread is None:
             yield "send", "pp", "forward", num_bytes(transfer.sent(sizes))
             if transfer.pieces is not None and transfer.grad:
                 yield "all_gather", transfer.pieces.axis, "backward", num_bytes(transfer.spec)
     for transfer in body.receives:
         if transfer.pieces is not None:
             yield "all_gather", transfer.pieces.axis, "forward", num_bytes(transfer.spec)
-        if transfer.grad and ranks[transfer.dst] != ranks[transfer.src]:
+        if transfer.grad and ranks[transfer.dst] != ranks[transfer.src] and transfer.spread is None:
             yield "send", "pp", "backward", num_bytes(transfer.sent(sizes))
+
+
+def rank_at(mesh: StageMesh, coordinates: Coordinates) -> int:
+    """The global rank at some coordinates of a mesh."""
+    place = 0
+    for name, size in mesh.axes:
+        place = place * size + coordinates.get(name, 0)
+    return mesh.first + place
+
+
+def _crossing_moves(program: Program, body: Body, coordinates: Coordinates, micro_batch: int) -> Iterator[Move]:
+    """What a rank sends of one micro-batch to stages of other meshes."""
+    ranks, rank = program.stage_ranks, rank_at(program.meshes[coordinates.get("pp", 0)], coordinates)
+    leaving = [(t, "forward") for t in body.sends] + [(t, "backward") for t in body.receives if t.grad]
+    for t, phase in leaving:
+        if t.spread is not None:
+            ends, is_grad = (program.meshes[ranks[stage]] for stage in (t.src, t.dst)), phase == "backward"
+            sender, receiver = reversed(tuple(ends)) if is_grad else ends
+            for piece in pieces(t.spread, sender, receiver, micro_batch, is_grad=is_grad):
+                if piece.sender == rank:
+                    yield "send", "pp", phase, num_elements(piece.box) * dtype_of(t.spec.dtype).itemsize
 
 
 def is_recomputed(block: BlockCode, found: Flow) -> bool:
@@ -240,13 +266,35 @@ def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Mov
             yield from (("all_reduce", axis, "reduce", sum(bucket)) for bucket in bucket_sizes(own))
     if is_own:
         yield from _data_moves(program)
+    yield from tied_moves(program, coordinates)
+    yield from _server_moves(program, coordinates)
+
+
+def tied_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
+    """The sums of gradients over the stages that keep a parameter (runtime/tied.py)."""
     ranks, me = program.stage_ranks, coordinates.get("pp", 0)
     tied = {s.fqn: s for stage in program.stages for s in stage.stored if len(s.stages) > 1 and s.requires_grad and s.kind == "parameter"}
     for stored in tied.values():
         holders = list(dict.fromkeys(ranks[s] for s in sorted(stored.stages)))
-        sends = (len(holders) - 1 if holders[0] == me else 1) if len(holders) > 1 else 0
-        yield from [("send", "tied", "reduce", shard_bytes(stored, program, coordinates))] * sends
-    yield from _server_moves(program, coordinates)
+        if len(holders) == 1:
+            continue
+        if program.meshes:
+            yield from _dense_tied_moves(program, stored, holders, coordinates)
+        else:
+            yield from [("send", "tied", "reduce", shard_bytes(stored, program, coordinates))] * (len(holders) - 1 if holders[0] == me else 1)
+
+
+def _dense_tied_moves(program: Program, stored: Stored, holders: list[int], coordinates: Coordinates) -> Iterator[Move]:
+    me, width, sizes = coordinates.get("pp", 0), dtype_of(stored.at_rest).itemsize, dict(program.axes)
+    shape, parts = list(stored.local_shape(sizes) or (1,)), sharding(program)
+    if parts > 1:
+        yield "all_gather", "dp", "reduce", row_range(shape[0], 0, parts)[1] * parts * math.prod(shape[1:]) * width
+    for chunk in reversed(stored.chunks):
+        shape[chunk.dim] *= sizes.get(chunk.axis, 1)
+        if sizes.get(chunk.axis, 1) > 1:
+            yield "all_gather", chunk.axis, "reduce", math.prod(shape) * width
+    for _, takers in partners(holders, me, rank_at(program.meshes[me], coordinates), program.meshes).values():
+        yield from [("send", "tied", "reduce", math.prod(shape) * width)] * len(takers)
 
 
 def _server_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:

@@ -6,7 +6,8 @@ That order is all that NCCL offers and it works for gloo alike. Sends never bloc
 (runtime/schedule.py) a step cannot deadlock.
 
 A value that travels in pieces (runtime/program.py) is cut before it is sent and gathered when it is received; the ranks that gather run
-the same actions, so that they do it in one order.
+the same actions, so that they do it in one order. Between stages of different meshes a message comes in portions from several ranks
+(runtime/crossing.py), at most one from each, in that same order.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import torch.distributed as dist
 from runtime.action import Action, Schedule
 from runtime.call import dtype_of
 from runtime.collective import Part, raw_all_gather, raw_slice
+from runtime.crossing import box_of, pieces, shape_of, within
 from runtime.errors import failing
+from runtime.instr import TensorSpec
 from runtime.mesh import Axis, Mesh
 from runtime.paceclock import PacedClock
-from runtime.program import Chunk, StageCode, Transfer
+from runtime.program import Chunk, StageCode, StageMesh, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,24 @@ def after(action: Action, transfers: tuple[Transfer, ...]) -> Iterator[Message]:
             yield Message(t, action.micro_batch, is_grad=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a rank has of a message for one other rank, or comes from it: all that it holds, or a `window` of it seen with `shape`."""
+
+    peer: int  # global rank
+    shape: tuple[int, ...] = ()
+    window: tuple[slice, ...] | None = None
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self.window is None else value.reshape(self.shape)[self.window]
+
+    def spec(self, whole: TensorSpec) -> TensorSpec:
+        return whole if self.window is None else TensorSpec(tuple(edge.stop - edge.start for edge in self.window), whole.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class _Sent:
-    """A send that may be under way. It is over once the peer has come to position `read_at` of its actions."""
+    """A send that may be under way. It is over once the peer, a "pp" coordinate, has come to position `read_at` of its actions."""
 
     message: Message
     peer: int
@@ -81,9 +99,11 @@ class _Sent:
 
 @dataclass(frozen=True, eq=False)
 class _Coming:
-    """A message that a peer will send after position `sent_at` of its actions."""
+    """A portion of a message, of this form, that a rank will send after position `sent_at` of its actions."""
 
     message: Message
+    portion: Portion
+    spec: TensorSpec
     sent_at: int
 
 
@@ -92,16 +112,17 @@ class Post:
     """The transfers of one rank in one step.
 
     `transfers` holds, for each micro-batch, what `known_transfers` says. Transfers between two stages of this rank are
-    handed over in memory.
+    handed over in memory. `meshes`: those of the "pp" coordinates, where they are not all alike.
     """
 
     mesh: Mesh
     stage_ranks: tuple[int, ...]
     transfers: tuple[tuple[Transfer, ...], ...]
     actions: Schedule
+    meshes: tuple[StageMesh, ...] = ()
     _sends: list[_Sent] = field(default_factory=list)
-    _coming: dict[Channel, deque[_Coming]] = field(default_factory=dict)
-    _posted: dict[Message, tuple[_Coming, Any, torch.Tensor]] = field(default_factory=dict)
+    _coming: dict[tuple[Channel, int], deque[_Coming]] = field(default_factory=dict)  # by the global rank that sends
+    _posted: dict[tuple[Message, int], tuple[_Coming, Any, torch.Tensor]] = field(default_factory=dict)
     _local: dict[Message, torch.Tensor] = field(default_factory=dict)
     _positions: dict[Action, int] = field(default_factory=dict)
 
@@ -115,7 +136,9 @@ class Post:
                 for message in after(action, self.transfers[action.micro_batch]):
                     channel = self._channel(message)
                     if rank != me and channel.receiver == me:
-                        self._coming.setdefault(channel, deque()).append(_Coming(message, position))
+                        for portion in self._portions(message, is_sender=False):
+                            coming = _Coming(message, portion, portion.spec(message.transfer.sent(self._sizes)), position)
+                            self._coming.setdefault((channel, portion.peer), deque()).append(coming)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -135,49 +158,67 @@ class Post:
         chunk: Chunk | None = message.transfer.pieces
         return None if chunk is None else (Part(chunk.dim, chunk.outer, chunk.size, chunk.inner), self.mesh.axis(chunk.axis))
 
+    def _portions(self, message: Message, *, is_sender: bool) -> tuple[Portion, ...]:
+        """The parts that this rank sends, or receives, of a message."""
+        channel, spread = self._channel(message), message.transfer.spread
+        if spread is None:
+            return (Portion(self.mesh.axis("pp").ranks[channel.receiver if is_sender else channel.sender]),)
+        sender, receiver, me, k = self.meshes[channel.sender], self.meshes[channel.receiver], self.mesh.rank, message.micro_batch
+        own = box_of(spread, sender if is_sender else receiver, me, k)
+        found = ((p.sender, p.receiver, p.box) for p in pieces(spread, sender, receiver, k, is_grad=message.is_grad))
+        mine = ((b if is_sender else a, box) for a, b, box in found if me == (a if is_sender else b))
+        return tuple(Portion(peer, shape_of(own), within(box, own)) for peer, box in mine)
+
     def send(self, message: Message, value: torch.Tensor) -> None:
         """Hand a value over; returns at once."""
         channel = self._channel(message)
         if channel.sender == channel.receiver:
-            assert message.transfer.pieces is None, "what stays on a rank is handed over whole"
+            assert message.transfer.pieces is None and message.transfer.spread is None, "what stays on a rank is handed over whole"
             self._local[message] = value.detach()
             return
-        axis, pieces = self.mesh.axis("pp"), self._pieces(message)
-        peer = axis.ranks[channel.receiver]
-        own = value.detach().contiguous() if pieces is None else raw_slice(value.detach(), *pieces)
-        buffer = own if self._clock is None else self._clock.seal(own, axis.rank, peer)
-        start = axis.recorder.mark()
-        with self._failing(message, "send"):
-            work = dist.isend(buffer, peer, group=self.mesh.channels[channel.name])
-        axis.recorder.add("send", "pp", own.nbytes, start)
-        self._sends.append(_Sent(message, channel.receiver, self._read_at(message), work, buffer))
+        axis, cut = self.mesh.axis("pp"), self._pieces(message)
+        held = value.detach() if cut is None else raw_slice(value.detach(), *cut)
+        for portion in self._portions(message, is_sender=True):
+            own = portion.of(held).contiguous()
+            buffer = own if self._clock is None else self._clock.seal(own, axis.rank, portion.peer)
+            start = axis.recorder.mark()
+            with self._failing(message, "send"):
+                work = dist.isend(buffer, portion.peer, group=self.mesh.channels[channel.name])
+            axis.recorder.add("send", "pp", own.nbytes, start)
+            self._sends.append(_Sent(message, channel.receiver, self._read_at(message), work, buffer))
 
     def post(self, message: Message) -> None:
-        """Start to receive a message, and all that come before it on its channel."""
+        """Start to receive a message, and all that come before it on its channels."""
         channel = self._channel(message)
         if channel.sender == channel.receiver:
             return
-        axis = self.mesh.axis("pp")
-        while message not in self._posted:
-            coming = self._coming[channel].popleft()
-            spec = coming.message.transfer.sent(self._sizes)
-            buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device) if self._clock is None else self._clock.envelope(spec)
-            with self._failing(coming.message, "receive"):
-                work = dist.irecv(buffer, axis.ranks[channel.sender], group=self.mesh.channels[channel.name])
-            self._posted[coming.message] = (coming, work, buffer)
+        for portion in self._portions(message, is_sender=False):
+            while (message, portion.peer) not in self._posted:
+                coming = self._coming[channel, portion.peer].popleft()
+                spec = coming.spec
+                buffer = torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device) if self._clock is None else self._clock.envelope(spec)
+                with self._failing(coming.message, "receive"):
+                    work = dist.irecv(buffer, portion.peer, group=self.mesh.channels[channel.name])
+                self._posted[coming.message, portion.peer] = (coming, work, buffer)
 
     def receive(self, message: Message) -> torch.Tensor:
         """The value of a message, once it is there. Raises CommunicationError naming what was waited for."""
         if message in self._local:
             return self._local.pop(message)
         self.post(message)
-        coming, work, buffer = self._posted.pop(message)
-        self._wait(work, message, "receive")
-        self._release(self._channel(message).sender, coming.sent_at)
-        pieces = self._pieces(message)
-        if self._clock is not None:
-            buffer = self._clock.opened(buffer, message.transfer.sent(self._sizes))
-        return buffer if pieces is None else raw_all_gather(buffer, *pieces)
+        arrived: list[tuple[Portion, torch.Tensor]] = []
+        for portion in self._portions(message, is_sender=False):
+            coming, work, buffer = self._posted.pop((message, portion.peer))
+            self._wait(work, message, "receive")
+            self._release(self._channel(message).sender, coming.sent_at)
+            arrived.append((portion, buffer if self._clock is None else self._clock.opened(buffer, coming.spec)))
+        cut, spec = self._pieces(message), message.transfer.spec
+        if message.transfer.spread is None:
+            return arrived[0][1] if cut is None else raw_all_gather(arrived[0][1], *cut)
+        whole = torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=self.mesh.device)
+        for portion, part in arrived:
+            portion.of(whole).add_(part)
+        return whole
 
     def _release(self, peer: int, position: int) -> None:
         """Let go of what the peer has read: it has come to `position`, since it sent a message from there."""

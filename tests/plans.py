@@ -59,9 +59,10 @@ def manual_plan(
     shares: tuple[int, ...] = (),
     order: tuple[str, ...] = (),
     gathers: bool = False,
+    stage_meshes: tuple[Axes, ...] = (),
 ) -> Plan:
-    """A plan with these degrees; `splits` maps block pattern to {op name: option label} (default: nothing split). `tensor`: the tensor axes,
-    where they are others than ("tp", tp)."""
+    """A plan with these degrees, or with `stage_meshes` those of each of `pp` stages; `splits` maps block pattern to {op name: option label}
+    (default: nothing split). `tensor`: the tensor axes, where they are others than ("tp", tp)."""
     assert graph.batch_size is not None
     splits = splits or {}
     patterns = {block.pattern: block.name for block in reversed(graph.blocks)}
@@ -74,7 +75,8 @@ def manual_plan(
         global_batch=graph.batch_size,
         micro_batch_size=max(1, (max(shares) if shares else graph.batch_size // dp) // num_micro_batches),
         num_micro_batches=num_micro_batches,
-        axes=_axes(pp, dp, cp, ep, tensor or (("tp", tp),), order),
+        axes=(("pp", pp),) if stage_meshes else _axes(pp, dp, cp, ep, tensor or (("tp", tp),), order),
+        stage_meshes=stage_meshes,
         context=context,
         zero=zero,
         zero_group=None,

@@ -24,6 +24,7 @@ from autoplan.planfile import dumps, loads
 from autoplan.planfile import load as load_plan
 from autoplan.schemes import row_unit, scheme_of
 from autoplan.shrink import shrunk
+from autoplan.stagemeshes import with_stage_meshes
 
 TOLERANCE = 1e-5  # relative L2 of every tensor, fp32
 ZERO_SHARE = 1e-4  # a gradient below this share of the global norm is measured against it
@@ -70,6 +71,11 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
         raise UsageError(
             f"{path} {how}: its steps are not those of one process. Verify the plan without that; asynchronous runs are checked by a replay, autoplan.retrace"
         )
+    own = wanted.stage_meshes if wanted is not None else ()
+    if wanted is not None and own and wanted.num_ranks > ranks:
+        raise UsageError(
+            f"{path} gives its stages meshes of {wanted.num_ranks} ranks together, which are not reduced: verify it with --ranks {wanted.num_ranks}"
+        )
     constraints, used = _constraints(wanted, ranks)
     with working(f"building {model}"):
         source = load(model, BatchSizes())
@@ -78,6 +84,9 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
         small = recipe.of(source)
     with working("planning"):
         plan = _planned(small, used, constraints, must=wanted is not None)
+    if own:
+        plan = with_stage_meshes(plan, own)
+        used = plan.num_ranks
     if wanted is not None and wanted.axes != plan.axes:
         note(f"the plan's degrees, {degrees(wanted)}, were reduced to fit {ranks} ranks")
     with working(f"running {used} ranks and one process"):
@@ -116,7 +125,8 @@ def compare(source: Source, plan: Plan, ranks: int, recipe: Recipe) -> Outcome:
 
 
 def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
-    """The plan's degrees, the largest reduced until all fit. Without a plan: degrees that use every axis they can."""
+    """The plan's degrees, the largest reduced until all fit; the most of each where stages have meshes of their own. Without a plan: degrees
+    that use every axis they can."""
     if wanted is None:
         sizes, left = {"tp": 1, "pp": 1, "dp": 1}, ranks
         while left > 1:
@@ -124,8 +134,8 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
             sizes[min(sizes, key=lambda axis: sizes[axis])] *= factor
             left //= factor
         return Constraints(dp=sizes["dp"], tp=sizes["tp"], pp=sizes["pp"]), ranks
-    sizes = {axis: wanted.degree(axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
-    while math.prod(sizes.values()) > ranks:
+    sizes = {axis: max(wanted.degree(axis), wanted.most(axis)) for axis in ("tp", "pp", "dp", "cp", "ep")}
+    while math.prod(sizes.values()) > ranks and not wanted.stage_meshes:
         largest = max(sizes, key=lambda axis: sizes[axis])
         smaller = max(d for d in range(1, sizes[largest]) if sizes[largest] % d == 0)
         sizes[largest] = smaller
@@ -137,7 +147,7 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
         dp=dp,
         cp=cp,
         ep=ep,
-        tensor=scheme_of(wanted.axes) if tp == wanted.degree("tp") else None,
+        tensor=scheme_of(wanted.axes) if tp == wanted.most("tp") else None,
         zero=wanted.zero if dp > 1 else None,
         schedule=wanted.schedule if pp > 1 else None,
         num_chunks=wanted.num_chunks if pp == wanted.degree("pp") > 1 else None,

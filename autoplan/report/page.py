@@ -72,7 +72,7 @@ def _tiles(plan: Plan, measured: Measured | None) -> str:
         ("Tokens a second", count(forecast.tokens_per_s), f"measured {count(real.tokens_per_s)}" if real.tokens_per_s else ""),
         ("Model FLOPs utilisation", f"{forecast.mfu:.1%}", f"measured {real.mfu:.1%}" if real.mfu else ""),
         ("Peak memory", num_bytes(forecast.peak_memory_bytes), memory_note),
-        ("Idle in the pipeline", f"{forecast.bubble:.1%}", f"{forecast.split_share:.0%} of FLOPs divided by tp" if plan.degree("tp") > 1 else ""),
+        ("Idle in the pipeline", f"{forecast.bubble:.1%}", f"{forecast.split_share:.0%} of FLOPs divided by tp" if plan.most("tp") > 1 else ""),
         ("Proved gap", f"{plan.gap:.1%}", "to the best plan searched"),
     ]
     cells = "".join(f'<div><dt>{esc(name)}</dt><dd>{esc(value)}</dd><dd class="note">{esc(note) or "&nbsp;"}</dd></div>' for name, value, note in tiles)

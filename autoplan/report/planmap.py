@@ -68,9 +68,9 @@ def plan_map(plan: Plan) -> str:
     used = dict.fromkeys(op.main.split.removesuffix(" (sum)") for group in groups for op in group.columns)
     keys = [(f"split {ROLES.get(role, (role, ''))[0]}", role if role in ("whole", "partial") else f"split on {role}") for role in ROLES if role in used]
     summed = any(op.main.split.endswith("(sum)") for group in groups for op in group.columns)
-    names = {"split whole": "whole on every tensor rank" if plan.degree("tp") > 1 else "whole", "split partial": "passes partial sums on"}
+    names = {"split whole": "whole on every tensor rank" if plan.most("tp") > 1 else "whole", "split partial": "passes partial sums on"}
     keys = [(css, names.get(css, label)) for css, label in keys]
-    if plan.degree("dp") > 1 and any(op.main.rows for group in groups for op in group.columns):
+    if plan.most("dp") > 1 and any(op.main.rows for group in groups for op in group.columns):
         keys.append(("split batch", "rows divided on the data axis"))
     if summed:
         keys.append(("split summed", "Σ: contraction divided, result summed"))
@@ -95,7 +95,7 @@ def _drawn(plan: Plan, group: _Group, x: float, cell: float) -> list[str]:
         y = _HEAD + i * _ROW
         for c, column in enumerate(group.columns):
             parts.append(_cell(column, x + c * cell, y, cell - 3, f"stage {i}"))
-            if plan.degree("dp") > 1 and column.main.rows:
+            if plan.most("dp") > 1 and column.main.rows:
                 parts.append(rect(x + c * cell, y + _ROW - 8, cell - 3, 4, "split batch", radius=2))
         if inside and len(group.block.blocks) > 1:
             parts.append(text(end + 2, y + 17, f"×{inside}", "quiet"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from autoplan.forecast import Event
 from autoplan.plan import Plan
 from autoplan.report.markup import legend, line, rect, svg, text
 from autoplan.units import seconds
+from runtime.mesh import first_ranks
 
 _LEFT, _WIDTH, _LANE, _THIN, _PAD = 96, 1064, 24, 8, 10
 KINDS = {
@@ -55,10 +57,11 @@ def _representatives(plan: Plan, events: Sequence[Event]) -> list[tuple[int, lis
     for event in events:
         if event.kind != "idle":
             by_rank.setdefault(event.rank, []).append(event)
+    starts = first_ranks(plan.stage_meshes) if plan.stage_meshes else ()
     size = math.prod(degree for axis, degree in plan.axes if axis != "pp")
     first: dict[int, int] = {}
     for rank in sorted(by_rank):
-        first.setdefault(rank // size, rank)
+        first.setdefault(bisect_right(starts, rank) if starts else rank // size, rank)
     return [(rank, sorted(by_rank[rank], key=lambda e: (e.start_s, e.end_s))) for rank in first.values()]
 
 

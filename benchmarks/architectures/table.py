@@ -106,7 +106,7 @@ def _row(name: str) -> Row:
         error, where = max(_worst(grads, true), _worst(state, weights), (abs(found - loss) / max(abs(loss), 1e-30), "loss"))
         row[column] = f"{error:.0e}" + (f" WRONG ({where})" if not error <= TOLERANCE else "")
         if column == "tp2":
-            row["tp2 split"] = share(graph, [option.label for option in tensor_options(graph, plan, 0)])
+            row["tp2 split"] = share(graph, [option.label for option in tensor_options(graph, plan, 0, plan.axes)])
         elif "pp2" in column and plan.num_micro_batches == 1:
             row[column] += " m=1"
     return row

@@ -124,6 +124,7 @@ def _parallel(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -
     graph = capture(model, batch)
     several = case.plan.get("tensor")
     degree = feature_axes(several)[0][1] if several else case.plan.get("tp", 1)
+    degree = max((dict(own)["tp"] for own in case.plan.get("stage_meshes", ())), default=degree)
     splits = random_splits(graph, degree, case.splits_seed, gathered=several is not None) if case.splits_seed is not None else None
     splits = domain_splits(graph, degree, case.domain) if case.domain is not None else splits
     return autoplan.parallelize(model, batch, plan=manual_plan(graph, splits=splits, **case.plan))
@@ -178,7 +179,7 @@ def _held(pm: autoplan.ParallelModel, flops: int) -> Held:
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in pm.parameters()]
     resident = sum(p.numel() * p.element_size() for p in locals_)
     stages = [s for s in plan.forecast.stages if plan.stages[s.stage].rank == mesh.axis("pp").index]
-    coordinates = {name: mesh.axis(name).index for name, _ in plan.axes}
+    coordinates = {name: mesh.axis(name).index for name, _ in executor.program.axes}
     return Held(
         resident,
         sum(s.memory.parameters for s in stages),

@@ -18,8 +18,10 @@ from tests.plans import manual_plan, random_splits
 from tests.zoo import gpt2
 
 Grads = dict[str, torch.Tensor]
-ALONE: list[dict[str, Any]] = [{}, dict(num_micro_batches=4, recompute="full")]
+ALONE: list[dict[str, Any]] = [{}, dict(num_micro_batches=4, recompute="full"), dict(num_micro_batches=2, recompute="selective")]
 DIVIDED: list[dict[str, Any]] = [dict(dp=2, tp=2, num_micro_batches=2), dict(tp=4), dict(dp=2, pp=2, num_micro_batches=2, recompute="full")]
+DIVIDED += [dict(dp=2, pp=2, num_micro_batches=2, recompute="selective"), dict(tp=4, recompute="selective")]
+DIVIDED += [dict(tp=2, pp=2, stage_meshes=((("dp", 1), ("tp", 2)), (("dp", 2), ("tp", 1))), num_micro_batches=2)]
 DIVIDED += [dict(cp=4, recompute="full"), dict(cp=2, tp=2, context="heads")]  # the sequence, inside attention too
 
 
@@ -53,14 +55,16 @@ def _assert_equal(found: tuple[list[float], Grads], wanted: tuple[list[float], G
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_dropout_by_element_is_that_of_one_process_under_every_plan():
-    whole, pieces = run_ranks(_two_steps, 1, ALONE, True, timeout_s=280)[0]
+    whole, *pieces = run_ranks(_two_steps, 1, ALONE, True, timeout_s=280)[0]
     assert whole[0][0] != pytest.approx(whole[0][1], rel=1e-4), "each step draws its own masks"
-    _assert_equal(pieces, whole, ALONE[1])
+    for options, found in zip(ALONE[1:], pieces, strict=True):
+        _assert_equal(found, whole, options)
     for options, found in zip(DIVIDED, run_ranks(_two_steps, 4, DIVIDED, True, timeout_s=280)[0], strict=True):
         _assert_equal(found, whole, options)
 
 
 def test_dropout_by_coordinates_is_repeated_in_a_recomputation():
-    plans = [dict(tp=2), dict(tp=2, recompute="full")]
-    plain, again = run_ranks(_two_steps, 2, plans, False, timeout_s=280)[0]
-    _assert_equal(again, plain, plans[1])
+    plans = [dict(tp=2), dict(tp=2, recompute="full"), dict(tp=2, recompute="selective")]
+    plain, *again = run_ranks(_two_steps, 2, plans, False, timeout_s=280)[0]
+    for options, found in zip(plans[1:], again, strict=True):
+        _assert_equal(found, plain, options)
