@@ -35,7 +35,8 @@ def deal_rows(plan: Plan, global_rows: int) -> tuple[tuple[MicroBatch, ...], ...
         raise UsageError(f"a batch of {global_rows} rows does not reach {dp} data ranks: give at least {dp * unit} rows, or plan with a smaller dp.")
     count = plan.num_micro_batches
     if count > 1 and global_rows != plan.global_batch:
-        count = min(math.ceil(max(shares) / plan.micro_batch_size), least // unit)
+        each = plan.most("dp") if plan.stage_meshes else unit  # a stage's data ranks share a micro-batch
+        count = max(1, min(math.ceil(max(shares) / plan.micro_batch_size), least // each))
     if count * unit > least:
         raise UsageError(
             f"a batch of {global_rows} rows gives a data rank {least} rows, which do not fill {count} micro-batches: give at least {count * dp * unit} rows."

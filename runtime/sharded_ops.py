@@ -17,12 +17,23 @@ from runtime.sharded.self_attention_ring import self_attention_ring
 from runtime.sharded.split_norm import split_layer_norm, split_rms_norm
 from runtime.sharded.stochastic import attention, dropout
 from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
-from runtime.sharded.windows import adaptive_average_part, halo_avg_pool, halo_conv, halo_conv_transpose, halo_max_pool, mean_part
+from runtime.sharded.windows import (
+    adaptive_average_part,
+    conv_part,
+    conv_transpose_part,
+    halo_avg_pool,
+    halo_conv,
+    halo_conv_transpose,
+    halo_max_pool,
+    mean_part,
+)
 
 __all__ = [
     "adaptive_average_part",
     "attention",
     "batch_norm",
+    "conv_part",
+    "conv_transpose_part",
     "dispatch_experts",
     "dropout",
     "experts",

@@ -8,14 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.canonical.trace import Rewriter, Step, Trace
-from runtime.instr import Arg, Instr, Output, Ref, TensorSpec
-
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+from runtime.instr import Instr, Output, Ref, TensorSpec
 
 
 def unfuse(trace: Trace) -> Trace:
-    """`linear` and convolutions with bias -> product, add; `addmm` -> mm, add; `dropout`, and `batch_norm` without statistics, in training ->
-    the runtime's own."""
+    """`linear` with bias -> linear, add; `addmm` -> mm, add; `dropout`, and `batch_norm` without statistics, in training -> the runtime's own."""
     rewriter = Rewriter(trace)
     for step in trace.steps:
         target, args = step.instr.target, rewriter.args(step)
@@ -29,8 +26,6 @@ def unfuse(trace: Trace) -> Trace:
             rewriter.keep(step, "runtime.dropout", (args[0], args[1], step.instr.name), ())
         elif target == "aten.batch_norm.default" and step.instr.args[5] and step.instr.args[3] is None:
             _batch_norm(rewriter, step)
-        elif target.split(".")[1] in CONVOLUTIONS and len(args) > 2 and isinstance(args[2], Ref):
-            _convolution(rewriter, step, args)
         else:
             rewriter.keep(step)
     return rewriter.finish()
@@ -42,18 +37,6 @@ def _batch_norm(rewriter: Rewriter, step: Step) -> None:
     none = tuple(Output(rewriter.fresh(f"{step.instr.name}__{which}"), None) for which in ("mean", "var"))
     instr = Instr((*step.instr.outputs, *none), "runtime.batch_norm", (x, weight, bias, None, None, momentum, eps), (), True)
     rewriter.steps.append(replace(step, instr=instr))
-
-
-def _convolution(rewriter: Rewriter, step: Step, args: tuple[Arg, ...]) -> None:
-    """Convolution [n, c, ...] with bias [c] -> convolution, sum with the bias [c, 1, ...]."""
-    _, w, bias = args[:3]
-    assert isinstance(bias, Ref) and isinstance(w, Ref)
-    spec = step.instr.outputs[0].spec
-    assert isinstance(spec, TensorSpec)
-    product = rewriter.emit(step, step.instr.target, (*args[:2], None, *args[3:]), rewriter.kwargs(step), spec, f"{step.instr.name}_product")
-    shape = (*rewriter.specs[bias.name].shape, *(1 for _ in rewriter.specs[w.name].shape[2:]))
-    viewed = rewriter.emit(step, "aten.reshape.default", (bias, shape), spec=TensorSpec(shape, rewriter.specs[bias.name].dtype), stem=f"{step.instr.name}_bias")
-    rewriter.keep(step, "aten.add.Tensor", (Ref(product), Ref(viewed)), ())
 
 
 def _with_bias(rewriter: Rewriter, step: Step, target: str, bias: object, x: object, w: object) -> None:

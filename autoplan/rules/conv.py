@@ -71,7 +71,7 @@ def _transposed(k: int, lengths: tuple[int, int], kernel: int, stride: int, padd
 def conv(call: Call) -> Signature | None:
     """Weight [o, c, ...], or [c, o, ...] when transposed; with groups every channel dimension is (group, channel).
 
-    With a bias the input channels stay whole: every rank would add it.
+    Where input channels are divided each of p ranks adds a p-th part of the bias.
     """
     name = call.target.split(".")[1]
     source = "input" if "input" in call.args else "self"
@@ -84,6 +84,8 @@ def conv(call: Call) -> Signature | None:
     linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
     positions = [_WHOLE] * (call.rank(source) - 2) if name == "convolution" else _conv_positions(call, transposed)
     inner: dict[str, Inner] = {}
+    if bias and name != "convolution":
+        inner["c"] = Inner("sum", "runtime.conv_transpose_part" if transposed else "runtime.conv_part")
     for position in positions:
         sizes |= position.sizes
         inner |= position.inner

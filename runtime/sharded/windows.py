@@ -68,6 +68,44 @@ def halo_conv(
     return (F.conv1d, F.conv2d, F.conv3d)[rank - 1](input, weight, bias, strides, paddings, dilations, groups)
 
 
+def _part(bias: torch.Tensor | None, axis: Axes) -> torch.Tensor | None:
+    """An equal part of a bias for each rank of some axes."""
+    return None if bias is None else bias / math.prod(owner.size for owner in ((axis,) if isinstance(axis, Axis) else axis))
+
+
+def conv_part(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    *,
+    axis: Axes,
+) -> torch.Tensor:
+    """This rank's share of `aten.conv1d/2d/3d` over input channels that are divided: it adds its part of the bias."""
+    operator = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+    return operator(input, weight, _part(bias, axis), stride, padding, dilation, groups)  # type: ignore[arg-type]
+
+
+def conv_transpose_part(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    groups: int = 1,
+    dilation: Sizes = 1,
+    *,
+    axis: Axes,
+) -> torch.Tensor:
+    """This rank's share of `aten.conv_transpose1d/2d/3d` over input channels that are divided: it adds its part of the bias."""
+    operator = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[weight.dim() - 3]
+    return operator(input, weight, _part(bias, axis), stride, padding, output_padding, groups, dilation)  # type: ignore[arg-type]
+
+
 def halo_conv_transpose(
     input: torch.Tensor,
     weight: torch.Tensor,

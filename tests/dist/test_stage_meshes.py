@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import autoplan
+from autoplan.frontend import capture
 from tests.dist.launch import run_ranks
-from tests.dist.parity import Case, run_cases
+from tests.dist.parity import Case, loss_of, run_cases
+from tests.plans import manual_plan, random_splits
+from tests.zoo import ZOO
 
 FP32, FP64 = 1e-5, 1e-10
 
@@ -50,6 +58,60 @@ def test_stages_of_other_meshes_equal_the_plain_model() -> None:
 def test_more_stages_of_other_meshes_equal_the_plain_model() -> None:
     for outcome in run_ranks(run_cases, 8, MORE, timeout_s=800)[0]:
         check_case(outcome)
+
+
+def lives(folder: str) -> None:
+    """A run on stages of tp 2 and dp 2: evaluation, one norm, checkpoints to and from a plan of one mesh, and a move to it."""
+    torch.set_num_threads(1)
+    model, batch = ZOO["gpt2"]()
+    model, plain = model.double(), copy.deepcopy(model).double()
+    graph = capture(model, batch, check=False)
+    splits = random_splits(graph, 2, 0)
+    own = manual_plan(graph, splits=splits, **stages((1, 2), (2, 1), num_micro_batches=2))
+    one = manual_plan(graph, splits=splits, dp=2, pp=2, num_micro_batches=4)
+    pm = autoplan.parallelize(model, batch, plan=own)
+    opt, true = pm.optimizer(torch.optim.AdamW, lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01)
+
+    def step(on: autoplan.ParallelModel, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:
+        wanted = loss_of(plain, given)
+        wanted.backward()
+        assert on.forward_backward(given).item() == pytest.approx(wanted.item(), rel=1e-10)
+        norm = on.clip_grad_norm_(0.1)
+        assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item(), rel=1e-9)
+        for each in (optimizer, true):
+            each.step()
+            each.zero_grad()
+
+    assert (pm.data_rank, pm.data_size) == (0, 1)
+    step(pm, opt, batch)
+    step(pm, opt, {name: value[:5] for name, value in batch.items()})  # micro-batches of 3 and 2 rows
+    with torch.no_grad():
+        assert pm.evaluate(batch).item() == pytest.approx(loss_of(plain, batch).item(), rel=1e-10)
+        logits, found = plain(**batch)["logits"], pm.predict(batch)
+    if found is not None:
+        torch.testing.assert_close(found, logits, rtol=1e-9, atol=1e-12)
+    assert dist.get_rank() < 2 or (found is not None) == (dist.get_rank() == 2)
+    pm.save(f"{folder}/own", optimizer=opt)
+    other = autoplan.parallelize(copy.deepcopy(plain), batch, plan=one)
+    elsewhere = other.optimizer(torch.optim.AdamW, lr=0.01)
+    other.load(f"{folder}/own", optimizer=elsewhere)
+    saved, loaded = pm.full_state_dict(), other.full_state_dict()
+    assert saved.keys() == loaded.keys() and all(torch.equal(value, loaded[name]) for name, value in saved.items())
+    pm.move_to(one, opt)
+    step(pm, opt, batch)
+    pm.save(f"{folder}/one", optimizer=opt)
+    again = autoplan.parallelize(copy.deepcopy(plain), batch, plan=own)
+    back = again.optimizer(torch.optim.AdamW, lr=0.01)
+    again.load(f"{folder}/one", optimizer=back)
+    step(again, back, batch)
+    weights = again.full_state_dict()
+    for name, value in plain.state_dict().items() if weights else ():
+        torch.testing.assert_close(weights[name], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_on_such_stages_evaluates_saves_loads_and_moves(tmp_path: Path) -> None:
+    run_ranks(lives, 4, str(tmp_path), timeout_s=200)
 
 
 def check_case(outcome: Any) -> None:

@@ -165,7 +165,7 @@ CASES: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("c n s0 s1", "aten.batch_norm.default", (x(4, 6, 2, 2), x(6), x(6), x(6), x(6).abs(), False, 0.1, 1e-5, False), {"fixed": (3, 4)}),
     ("c | | n s0 s1", "runtime.batch_norm", (x(4, 6, 2, 2), x(6), x(6), x(6), x(6).abs(), 0.1, 1e-5), {"fixed": (3, 4)}),
     ("n o | c", "aten.conv2d.default", (x(4, 6, 8, 8), x(10, 6, 3, 3)), {}),
-    ("n o", "aten.conv2d.default", (x(4, 6, 8, 8), x(10, 6, 3, 3), x(10)), {}),
+    ("n o | c", "aten.conv2d.default", (x(4, 6, 8, 8), x(10, 6, 3, 3), x(10)), {}),
     ("g n o x0 x1 | c", "aten.conv2d.default", (x(4, 8, 6, 6), x(8, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 2), {}),
     ("g n x0 x1", "aten.conv2d.default", (x(4, 6, 6, 6), x(6, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 6), {}),
     ("n o x0 x1 | c", "aten.conv_transpose2d.input", (x(4, 6, 4, 4), x(6, 8, 2, 2), None, [2, 2]), {}),
