@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,6 +59,13 @@ def _searched(graph: Graph, settings: Settings) -> Plan:
     def text() -> str:
         cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(world_size())
         prices = own_prices(graph, cluster) if is_own(settings.cluster) else None
-        return dumps(find_plan(graph, None, cluster, settings.constraints, settings.optimizer, settings.precision, prices=prices))
+
+        def found(constraints: Constraints) -> Plan:
+            return find_plan(graph, None, cluster, constraints, settings.optimizer, settings.precision, prices=prices)
+
+        plan = found(settings.constraints)
+        if settings.compile_backend is not None and settings.constraints.schedule is None and plan.schedule in ("zb", "zbv"):
+            plan = found(replace(settings.constraints, schedule="1f1b"))  # torch.compile makes one backward pass
+        return dumps(plan)
 
     return loads(from_first_rank(text))

@@ -75,7 +75,7 @@ def lives(folder: str) -> None:
     def step(on: autoplan.ParallelModel, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:
         wanted = loss_of(plain, given)
         wanted.backward()
-        assert on.forward_backward(given).item() == pytest.approx(wanted.item(), rel=1e-10)
+        assert on.forward_backward(given).item() == pytest.approx(wanted.item(), rel=1e-6)  # transformers give it in fp32
         norm = on.clip_grad_norm_(0.1)
         assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item(), rel=1e-9)
         for each in (optimizer, true):
@@ -86,7 +86,7 @@ def lives(folder: str) -> None:
     step(pm, opt, batch)
     step(pm, opt, {name: value[:5] for name, value in batch.items()})  # micro-batches of 3 and 2 rows
     with torch.no_grad():
-        assert pm.evaluate(batch).item() == pytest.approx(loss_of(plain, batch).item(), rel=1e-10)
+        assert pm.evaluate(batch).item() == pytest.approx(loss_of(plain, batch).item(), rel=1e-6)
         logits, found = plain(**batch)["logits"], pm.predict(batch)
     if found is not None:
         torch.testing.assert_close(found, logits, rtol=1e-9, atol=1e-12)
@@ -116,6 +116,8 @@ def test_a_run_on_such_stages_evaluates_saves_loads_and_moves(tmp_path: Path) ->
 
 def check_case(outcome: Any) -> None:
     assert outcome.missing == (), f"{outcome.case}: one side alone has {outcome.missing}"
-    assert max(outcome.errors()) <= (FP64 if outcome.case.dtype == "float64" else FP32), f"{outcome.case}: {outcome}"
+    tolerance = FP64 if outcome.case.dtype == "float64" else FP32
+    assert max(outcome.grad_error, outcome.weight_error) <= tolerance, f"{outcome.case}: {outcome}"
+    assert outcome.loss_error <= (tolerance if outcome.case.model == "mlp" else 1e-6), f"{outcome.case}: transformers give a loss in fp32"
     for rank, held in enumerate(outcome.held):
         assert held.sent == held.planned_sent, f"{outcome.case}: rank {rank} sent {held.sent}, its program says {held.planned_sent}"
