@@ -142,7 +142,7 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
         return Outcome(case, 0.0, 0.0, "", 0.0, "", (), (), 0, 0, refused=str(error))
     with count_flops() as counter:
         loss = pm.forward_backward(batch)
-    held = _held(pm, counter.get_total_flops())
+    held = held_by(pm, counter.get_total_flops())
     with count_flops() as dense_counter:
         true_loss = loss_of(plain, batch)
         true_loss.backward()
@@ -172,7 +172,7 @@ def _run(case: Case, build: Callable[[], Any]) -> Outcome:
     )
 
 
-def _held(pm: autoplan.ParallelModel, flops: int) -> Held:
+def held_by(pm: autoplan.ParallelModel, flops: int) -> Held:
     """What this rank holds, did and sent in the step that has just run."""
     plan, executor = pm.plan, pm.executor
     mesh = executor.mesh

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import autoplan
 from autoplan.frontend import capture
 from tests.dist.launch import run_ranks
-from tests.dist.parity import Case, loss_of, run_cases
+from tests.dist.parity import Case, Held, count_flops, held_by, loss_of, relative_errors, run_cases
 from tests.plans import manual_plan, random_splits
 from tests.zoo import ZOO
 
@@ -112,6 +112,43 @@ def lives(folder: str) -> None:
 @pytest.mark.timeout(300)
 def test_a_run_on_such_stages_evaluates_saves_loads_and_moves(tmp_path: Path) -> None:
     run_ranks(lives, 4, str(tmp_path), timeout_s=200)
+
+
+GIVEN = [
+    ("llama", dict(pp=2, dp=1, tp=2, schedule="interleaved", num_chunks=2, micro_batch_size=2), ((1, 2), (2, 1))),
+    ("llama", dict(pp=2, dp=1, tp=2, schedule="zbv", micro_batch_size=2), ((2, 1), (1, 2))),
+    ("gpt2", dict(pp=2, dp=1, tp=2, schedule="1f1b", sequence_parallel=True), ((1, 2), (2, 1))),
+]
+
+
+def given(cases: list[tuple[str, dict[str, Any], tuple[tuple[int, int], ...]]]) -> list[tuple[float, str, Held]]:
+    """Of every case the worst error of a gradient and its name, and what this rank holds, computes and sends."""
+    torch.set_num_threads(1)
+    rows = []
+    for name, constraints, meshes in cases:
+        model, batch = ZOO[name]()
+        model, plain = model.double(), copy.deepcopy(model).double()
+        graph = capture(model, batch, check=False)
+        found = autoplan.find_plan(graph, cluster="cpu:1x4", constraints=autoplan.Constraints(**constraints))
+        plan = autoplan.give_meshes(found, graph, tuple(mesh(*each) for each in meshes), "cpu:1x4")
+        pm = autoplan.parallelize(model, batch, plan=plan)
+        with count_flops() as counter:
+            pm.forward_backward(batch)
+        loss_of(plain, batch).backward()
+        grads = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
+        rows.append((*relative_errors(pm.full_grads(), grads), held_by(pm, counter.get_total_flops())))
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_found_plans_that_are_given_meshes_run_as_they_say() -> None:
+    for rank, rows in enumerate(run_ranks(given, 4, GIVEN, timeout_s=500)):
+        for (error, name, held), case in zip(rows, GIVEN, strict=True):
+            assert error <= FP64, f"{case}: {name} {error}"
+            assert held.sent == held.planned_sent, f"{case}: rank {rank}"
+            assert held.flops == pytest.approx(held.planned_flops, rel=0.02), f"{case}: rank {rank}"
+            assert held.parameter_bytes == pytest.approx(held.planned_parameter_bytes, rel=0.02), f"{case}: rank {rank}"
 
 
 def check_case(outcome: Any) -> None:
