@@ -70,7 +70,7 @@ def lives(folder: str) -> None:
     graph = capture(model, batch, check=False)
     splits = random_splits(graph, 2, 0)
     own = manual_plan(graph, splits=splits, **stages((1, 2), (2, 1), num_micro_batches=2))
-    one = manual_plan(graph, splits=splits, dp=2, pp=2, num_micro_batches=4)
+    one = manual_plan(graph, dp=2, pp=2, num_micro_batches=4)
     pm = autoplan.parallelize(model, batch, plan=own)
     opt, true = pm.optimizer(torch.optim.AdamW, lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01)
 
