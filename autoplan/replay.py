@@ -9,8 +9,8 @@ pipeline rank runs the preamble of its program at once, then its actions in orde
     arrival       = max(end of the action, channel free) + send(bytes); one channel for each pair of ranks and direction
 
 Seconds of an action: operators and tensor collectives in turn; recomputation before the backward pass. Under ZeRO, FSDP2 moves
-parameters on a stream of its own, one unit ahead: with G the seconds to gather all units, R to reduce-scatter all gradients,
-g and r those of the largest unit,
+parameters on a stream of its own, one unit ahead: with G the seconds to gather all units, R to reduce-scatter all gradients (and, in groups, to sum each
+over the groups at once), g and r those of the largest unit,
 
     gathered forward   = g + max(F, G)                              ZeRO-1, -2: micro-batch 0;  ZeRO-3: every one
     reduced backward   = max(B, R) + r                              ZeRO-1: the last;  ZeRO-2: every one
@@ -141,12 +141,20 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     if step.zero and step.shards > 1:
         share = trained / max(1, load.parameter_elements)
         gathers = [pricer.collective("all_gather", unit * width.parameter, shards) for unit in load.units]
-        scatters = [0.0 if is_own else pricer.collective("reduce_scatter", int(unit * share) * width.gradient, shards) for unit in load.units]
+        replicas = RankGroup(dp // step.shards, group.stride * step.shards, group.start, group.concurrent * step.shards)
+
+        def reduced_s(elements: int) -> float:
+            """Gradients summed over the ranks that share states, then over those that hold equal parts."""
+            size = int(elements * share) * width.gradient
+            own = pricer.collective("reduce_scatter", size, shards)
+            return own + (pricer.collective("all_reduce", size // step.shards, replicas) if replicas.size > 1 else 0.0)
+
+        scatters = [0.0 if is_own else reduced_s(unit) for unit in load.units]
         g_all, r_all, g, r = sum(gathers), sum(scatters), max(gathers, default=0.0), max(scatters, default=0.0)
         if step.is_split:
             total = sum(load.units)
             first_s += pricer.collective("all_gather", total * width.parameter, shards)
-            last_weights_s += pricer.collective("reduce_scatter", int(total * share) * width.gradient, shards)
+            last_weights_s += reduced_s(total)
         else:
             first_s = _beside(step, first_s, g_all, g)
             last_s = _beside(step, backward_s, r_all, r)
@@ -155,9 +163,6 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         if step.zero == 3 and not step.is_split:
             forward_s = _beside(step, forward_s, g_all, g)
             backward_s = last_s = _beside(step, load.backward.seconds + load.recompute.seconds, g_all + r_all, g + r)
-        if step.shards < dp:
-            replicas = RankGroup(dp // step.shards, group.stride * step.shards, group.start, group.concurrent * step.shards)
-            tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained // step.shards * width.gradient, replicas)))
     elif dp > 1 and step.sync == "allreduce" and not is_own:
         tail.append(("all_reduce dp", "dp", _bucketed(pricer, trained * width.gradient, group, joins=joins)))
     if is_own:

@@ -42,6 +42,9 @@ MESHES: dict[str, dict[str, Any]] = {
     "dp2 x pp2": dict(dp=2, pp=2, tp=1, zero=0, micro_batch_size=8),
     "tp2 x pp2, recomputed": dict(dp=1, pp=2, tp=2, micro_batch_size=16, recompute="full"),
     "zero3": dict(dp=4, pp=1, tp=1, zero=3, micro_batch_size=4),
+    "zero2 in groups": dict(dp=4, pp=1, tp=1, zero=2, zero_group=2, micro_batch_size=4),
+    "zero3 x pp2, interleaved": dict(dp=2, pp=2, tp=1, zero=3, micro_batch_size=8, schedule="interleaved"),
+    "zero1 x pp2, zb, kept in part": dict(dp=2, pp=2, tp=1, zero=1, micro_batch_size=8, schedule="zb", recompute="selective"),
     "zero2 x tp2": dict(dp=2, pp=1, tp=2, zero=2, micro_batch_size=8),
 }
 
