@@ -116,6 +116,18 @@ class PacedDevices:
         volume = {"all_reduce": 2 * (p - 1) / p, "send": 1.0, "broadcast": 1.0}.get(collective.kind, (p - 1) / p)
         return steps * link.latency_s + volume * n / link.bytes_per_s
 
+    def slower(self, factor: float) -> PacedDevices:
+        """The same devices and links, of which each takes `factor` times as long: plans compare as before, and a host that is late counts less."""
+        cost = lambda c: dataclasses.replace(c, base_s=c.base_s * factor, flops_per_s=c.flops_per_s / factor, bytes_per_s=c.bytes_per_s / factor)  # noqa: E731
+        link = lambda k: dataclasses.replace(k, latency_s=k.latency_s * factor, bytes_per_s=k.bytes_per_s / factor)  # noqa: E731
+        return dataclasses.replace(
+            self,
+            ops=tuple(map(cost, self.ops)),
+            links=tuple(map(link, self.links)),
+            optimizer_base_s=self.optimizer_base_s * factor,
+            optimizer_s_per_element=self.optimizer_s_per_element * factor,
+        )
+
     def fingerprint(self) -> str:
         """SHA-256 over everything but the name."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(dataclasses.replace(self, name="")), sort_keys=True).encode()).hexdigest()

@@ -18,6 +18,7 @@ from autoplan.explain import short
 from autoplan.graph import Graph
 from autoplan.models import MLP
 from autoplan.space import divisors
+from costmodel.clusterfile import paced_cluster
 from costmodel.prices import Prices
 
 DEVICES = Path(__file__).parent / "devices"
@@ -69,11 +70,12 @@ class Setting:
         return find_plan(self.graph, None, self.cluster, Constraints(**fixed), "sgd", prices=self.prices)
 
 
-def ready(model: str, devices: str | Path) -> Setting:
-    """`devices`: one of the files here, or a path."""
+def ready(model: str, devices: str | Path, slower: float = 1.0) -> Setting:
+    """`devices`: one of the files here, or a path, with everything `slower` times as long."""
     path = DEVICES / f"{devices}.yaml"
     cluster = Cluster.parse(path if path.exists() else devices)
     assert cluster.paced is not None, f"{devices} describes no paced devices"
+    cluster = paced_cluster(cluster.paced.slower(slower))
     built, batch = MODELS[model]()
     profile = Path(tempfile.mkdtemp(prefix="paced-profile-")) / "profile.sqlite"
     return Setting(model, cluster, capture(built, batch), batch, prices_of(cluster, profile))

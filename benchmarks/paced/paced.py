@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paced.cases import Setting, described, ready, sample
 from benchmarks.paced.jobs import SLACK_S, Measured, Ranks, jobs_of, ranks
+
+
+@dataclass(frozen=True)
+class How:
+    """How plans are measured: runtime/paceclock.py has `slack_s`, costmodel/paced.py `slower`."""
+
+    slack_s: float
+    slower: float
+
 
 SLOWEST = 5.0  # times the chosen plan's forecast: slower plans are not measured
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -40,20 +50,20 @@ def measured(setting: Setting, pool: Ranks, name: str, plan: Any, **more: Any) -
     return found
 
 
-def schedules(devices: Iterable[str], slack_s: float) -> None:
+def schedules(devices: Iterable[str], how: How) -> None:
     """Pipelines as deep as the devices allow, up to 8 stages, the rest data parallel."""
     for name in devices:
-        setting = ready("mlp", name)
-        with ranks(setting.cluster.num_devices, slack_s) as pool:
+        setting = ready("mlp", name, how.slower)
+        with ranks(setting.cluster.num_devices, how.slack_s) as pool:
             for schedule, more in SCHEDULES.items():
                 pp = min(8, setting.cluster.num_devices)
                 plan = setting.plan(pp=pp, tp=1, dp=setting.cluster.num_devices // pp, zero=0, schedule=schedule, micro_batch_size=1, **more)
                 measured(setting, pool, described(plan), plan)
 
 
-def accuracy(case: str, num: int, slack_s: float) -> None:
-    setting = ready(*case.split(":", 1))
-    with ranks(setting.cluster.num_devices, slack_s) as pool:
+def accuracy(case: str, num: int, how: How) -> None:
+    setting = ready(*case.split(":", 1), slower=how.slower)
+    with ranks(setting.cluster.num_devices, how.slack_s) as pool:
         most_s = SLOWEST * setting.plan().forecast.step_time_s
         found = [measured(setting, pool, name, plan) for name, plan in sample(setting, num, most_s)]
     errors = [abs(m.error) for m in found]
@@ -61,9 +71,9 @@ def accuracy(case: str, num: int, slack_s: float) -> None:
     print(json.dumps({"case": case, "plans": len(found), "mean_error": mean(errors), "largest_error": max(errors), "kendall_tau": tau}), flush=True)
 
 
-def regret(case: str, num: int, slack_s: float) -> None:
-    setting = ready(*case.split(":", 1))
-    with ranks(setting.cluster.num_devices, slack_s) as pool:
+def regret(case: str, num: int, how: How) -> None:
+    setting = ready(*case.split(":", 1), slower=how.slower)
+    with ranks(setting.cluster.num_devices, how.slack_s) as pool:
         chosen_plan = setting.plan()
         chosen = measured(setting, pool, described(chosen_plan), chosen_plan, chosen=True)
         others = sample(setting, num, SLOWEST * chosen_plan.forecast.step_time_s)
@@ -92,12 +102,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--num", type=int, default=0)
     parser.add_argument("--unslept", action="store_true", help="let nothing sleep: the clocks of the devices tell")
+    parser.add_argument("--slower", type=float, default=1.0, help="let everything take so many times as long: hosts that are late count less")
     asked = parser.parse_args()
-    slack_s = math.inf if asked.unslept else SLACK_S
+    how = How(math.inf if asked.unslept else SLACK_S, asked.slower)
     if asked.kind == "schedules":
-        return schedules(asked.cases or ["board8", "wide32"], slack_s)
+        return schedules(asked.cases or ["board8", "wide32"], how)
     for case in asked.cases:
-        accuracy(case, asked.num or 20, slack_s) if asked.kind == "accuracy" else regret(case, asked.num or 60, slack_s)
+        accuracy(case, asked.num or 20, how) if asked.kind == "accuracy" else regret(case, asked.num or 60, how)
 
 
 if __name__ == "__main__":
