@@ -14,6 +14,7 @@ from functools import cached_property
 
 from autoplan.batchaxis import BatchAxis, batch_axis
 from autoplan.blockprices import BlockPricer
+from autoplan.cubeprices import CubePricer
 from autoplan.graph import Block, Graph
 from autoplan.ilp import Relaxed, Solution, relax, solve, solve_near
 from autoplan.layout import WHOLE, Layout, Split
@@ -228,9 +229,11 @@ class Chooser:
         contexts: tuple[Context, ...] = (),
     ) -> None:
         self.outline = outline
-        ((feature_axis, degree),) = feature_axes(grid)
-        self.local = LocalGraph(outline.graph, outline.batch.options, outline.batch.layouts, rows // row_unit(grid), degree, pricer, grid, contexts)
-        self.prices = BlockPricer(self.local, axis_group(grid, feature_axis), forbidden, scheme)
+        (feature_axis, degree), graph, batch = feature_axes(grid)[0], outline.graph, outline.batch
+        cube = CubePricer(graph, batch, rows, grid, pricer) if scheme == "3d" else None
+        divided = None if cube is None else cube.parts_at_rest
+        self.local = LocalGraph(graph, batch.options, batch.layouts, rows // row_unit(grid), degree, pricer, grid, contexts, divided)
+        self.prices = cube or BlockPricer(self.local, axis_group(grid, feature_axis), forbidden, scheme)
         self._problems: dict[tuple, BlockProblem] = {}
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}
         self._within: dict[tuple[tuple, Price, tuple[Budget, ...]], Solution | None] = {}

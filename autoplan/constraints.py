@@ -20,9 +20,7 @@ _CHOICES: Mapping[str, tuple] = {
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "zero_group", "micro_batch_size", "num_chunks", "max_memory_bytes")
 
 # What a field may say today; everything else is refused with the reason, never ignored.
-_SUPPORTED: Mapping[str, tuple[tuple, str]] = {
-    "tensor": (("1d", "1.5d", "2d", "2.5d"), "a cube of ranks is not searched yet"),
-}
+_SUPPORTED: Mapping[str, tuple[tuple, str]] = {}
 _CHUNKS: Mapping[str, tuple[int, float]] = {"interleaved": (2, float("inf")), "zbv": (2, 2)}  # stages on a rank, 1 elsewhere
 _REFUSED: Mapping[str, str] = {}
 

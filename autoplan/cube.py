@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Op, Option, options
 from autoplan.layout import PARTIAL, WHOLE, Layout, Split, conversion
-from autoplan.schemes import joined
+from autoplan.schemes import joined, parted
 
 Pair = tuple[Layout, Layout]  # on "tpy", on "tpz"
 
@@ -24,24 +24,29 @@ def cube_splits(graph: Graph, body: Sequence[int], degree: int) -> Mapping[str, 
     """Block pattern -> {op of the pattern's first block: labels on both axes}, for axes of `degree` ranks."""
     lies: dict[str, Pair] = {}
     found: dict[str, dict[str, str]] = {}
+    starts: dict[str, int] = {}
     step = frozenset(body)
     for block in graph.blocks:
         fresh = block.pattern not in found
         picks = found.setdefault(block.pattern, {})
-        first = next(b for b in graph.blocks if b.pattern == block.pattern)
+        first = starts.setdefault(block.pattern, block.start)
         for index in (i for i in range(block.start, block.stop) if i in step):
-            op, name = graph.ops[index], graph.ops[first.start + index - block.start].name
-            pair = _chosen(graph, op, lies, degree) if fresh else _known(graph, op, picks.get(name, ""), degree)
-            if fresh and (label := joined((pair[0].label, pair[1].label))):
-                picks[name] = label
+            op, like = graph.ops[index], graph.ops[first + index - block.start]
+            if not fresh:
+                lies.update((out, lies[named]) for out, named in zip(op.outputs, like.outputs, strict=True))
+                continue
+            pair = _chosen(graph, op, lies, degree)
+            if label := joined((pair[0].label, pair[1].label)):
+                picks[op.name] = label
             lies.update((out, (pair[0].writes[j], pair[1].writes[j])) for j, out in enumerate(op.outputs))
     return found
 
 
-def _known(graph: Graph, op: Op, text: str, degree: int) -> tuple[Option, Option]:
-    labels = text.split(" | ") if text else ["whole", "whole"]
-    every = {option.label: option for option in options(graph, op, degree, gathered_loops(graph, op))}
-    return every[labels[0]], every[labels[1]]
+def undivided_by(graph: Graph, splits: Mapping[str, Mapping[str, str]], ops: Sequence[int]) -> Op | None:
+    """The first of `ops`, of a pattern's first block, that one of the two axes leaves whole."""
+    labels = {name: label for picks in splits.values() for name, label in picks.items()}
+    is_whole = lambda label: label == "whole" or label.startswith("partial:")  # noqa: E731
+    return next((graph.ops[i] for i in ops if any(map(is_whole, parted(labels.get(graph.ops[i].name, ""), 2)))), None)
 
 
 def _chosen(graph: Graph, op: Op, lies: Mapping[str, Pair], degree: int) -> tuple[Option, Option]:

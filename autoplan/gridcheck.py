@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isqrt
 
 from autoplan.constraints import Constraints
+from autoplan.cube import cube_splits, undivided_by
 from autoplan.errors import InfeasibleError
 from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Op, options
-from autoplan.schemes import SEARCHED, Axes, degree_of, feature_axes, grids, row_unit
+from autoplan.schemes import SEARCHED, Axes, degree_of, feature_axes, grids, row_unit, scheme_of
 
 _HEAVY_SHARE = 0.01  # of the model's FLOPs
 _FORMS = {"2d": "q x q", "2.5d": "d x q x q with d >= 2", "3d": "q x q x q"}
@@ -18,11 +18,14 @@ _FORMS = {"2d": "q x q", "2.5d": "d x q x q with d >= 2", "3d": "q x q x q"}
 def undivided(graph: Graph, body: Sequence[int], grid: Axes, among: Sequence[int] | None = None) -> Op | None:
     """A heavy operator that has nothing for the feature axes of a grid to divide. `among`: the operators that stand for all of `body`."""
     total = sum(graph.ops[i].flops for i in body)
-    ((_, degree),) = feature_axes(grid)
-    for index in body if among is None else among:
+    degree = feature_axes(grid)[0][1]
+    heavy = [i for i in (body if among is None else among) if graph.ops[i].flops >= _HEAVY_SHARE * total]
+    if scheme_of(grid) == "3d":
+        first = {graph.blocks[n].start for n in {block.pattern: n for n, block in reversed(list(enumerate(graph.blocks)))}.values()}
+        models = [i for block in graph.blocks if block.start in first for i in range(block.start, block.stop)]
+        return undivided_by(graph, cube_splits(graph, body, degree), [i for i in models if i in set(heavy)])
+    for index in heavy:
         op = graph.ops[index]
-        if op.flops < _HEAVY_SHARE * total:
-            continue
         more = gathered_loops(graph, op)
         rows = {loop.label for loop in (*op.loops, *more) if graph.batch_factor in (loop.factor, *(factor for _, factor in loop.gathers))}
         found = [option.label for option in options(graph, op, degree, more) if option.label != "whole" and not option.label.startswith("partial:")]
@@ -37,6 +40,8 @@ def check_scheme(constraints: Constraints, world_size: int, batch: int, graph: G
     if scheme not in SEARCHED:
         return
     form = _FORMS[scheme]
+    if scheme == "3d" and not constraints.sums_plainly:
+        raise InfeasibleError("constraint tensor='3d' cannot be had with sync, delay or compression, which were not tried on a cube. Use tensor='2d'")
     degrees = [d for d in range(2, world_size + 1) if world_size % d == 0 and grids(scheme, d)]
     tp = constraints.tp
     if tp is not None and not grids(scheme, tp):
@@ -62,7 +67,7 @@ def check_scheme(constraints: Constraints, world_size: int, batch: int, graph: G
     if all(op is not None for _, op in blocked):
         grid, op = blocked[0]
         assert op is not None
-        q = isqrt(degree_of(grid, "tpx") * degree_of(grid, "tpy"))
+        q = degree_of(grid, "tpx")
         sizes = sorted({graph.factor_sizes[loop.factor] for loop in op.loops if loop.factor != graph.batch_factor})
         raise InfeasibleError(
             f"constraint tensor={scheme!r} cannot be had: q={q} divides nothing of {op.instr.target} in {op.module or 'the model'} "

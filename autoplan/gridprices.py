@@ -54,6 +54,8 @@ def _is_output(graph: Graph, op: Op, loop: Loop) -> bool:
 def weight_parts(local: LocalGraph, name: str) -> int:
     """Into how many parts the grid's rows divide a parameter at rest."""
     value, parts = local.graph.values[name], 1
+    if local.divided is not None:
+        return local.divided.get(name, 1)
     for axis, degree in local.grid if value.kind == "parameter" else ():
         if ROLES[axis] == "gathered" and any(local.graph.factor_sizes[f] % degree == 0 for dim in value.dims for f in dim):
             parts *= degree

@@ -27,11 +27,13 @@ from autoplan.variants import Emitter, Rows
 from runtime.program import BlockCode, Feed, MicroBatch, Program, StageCode, StageMesh, Stored
 
 
-def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank: int = 0, outputs: bool = False) -> tuple[Program, ...]:
+def lower(
+    plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank: int = 0, outputs: bool = False, only: tuple[int, ...] | None = None
+) -> tuple[Program, ...]:
     """One program for each "pp" coordinate, for a global batch of `global_rows` rows (default: the plan's).
 
     `data_rank` matters only to the preamble where data ranks have unequal rows. `outputs` keeps the model's outputs besides
-    the loss (evaluation). Raises UsageError for rows that cannot be dealt.
+    the loss (evaluation). `only`: the stages that are wanted, for prices. Raises UsageError for rows that cannot be dealt.
     An asynchronous plan's program is that of the worker `data_rank`; evaluation is synchronous.
     """
     rows = plan.global_batch if global_rows is None else global_rows
@@ -41,7 +43,7 @@ def lower(plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank
     sides = _sides(plan, graph, rows, data_rank, outputs)
     stage_ranks = tuple(stage.rank for stage in plan.stages)
     side_of = [sides[rank if plan.stage_meshes else 0] for rank in range(plan.degree("pp"))]
-    stages = [_stage(side_of[stage.rank], number, rows) for number, stage in enumerate(plan.stages)]
+    stages = [_stage(side_of[stage.rank], number, rows) for number, stage in enumerate(plan.stages) if only is None or number in only]
     stages = with_sends(stages, [dict(side_of[rank].axes) for rank in stage_ranks] if plan.stage_meshes else None)
     preamble, feeds, kept = sides[0].preamble, sides[0].feeds, sides[0].kept
     stages, readers = _with_kept(stages, stage_ranks, preamble, kept)

@@ -11,7 +11,7 @@ all_reduce, all_gather (its output) and reduce_scatter (its input); n / p, the l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
@@ -135,7 +135,8 @@ class Context(Protocol):
 
 class LocalGraph:
     """A graph seen by one rank: `rows` of the global batch on the data axis, `degree` ranks on the tensor axis. `grid`: all tensor axes, where
-    others divide rows too (`rows` are those of one rank). `contexts`: what they leave of the rest."""
+    others divide rows too (`rows` are those of one rank). `contexts`: what they leave of the rest. `divided`: into how many parts the tensor axes
+    divide every parameter at rest, where that is settled."""
 
     def __init__(
         self,
@@ -147,8 +148,10 @@ class LocalGraph:
         pricer: Pricer,
         grid: tuple[tuple[str, int], ...] = (),
         contexts: tuple[Context, ...] = (),
+        divided: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         self.graph = graph
+        self._divided = divided
         self.contexts = contexts
         self.batch_options = batch_options
         self.batch_layouts = batch_layouts
@@ -158,6 +161,10 @@ class LocalGraph:
         self.grid = grid
         self._known: dict[int, tuple] = {}
         self._loops: dict[tuple[int, str], Loop | None] = {}
+
+    @cached_property
+    def divided(self) -> Mapping[str, int] | None:
+        return None if self._divided is None else self._divided()
 
     @cached_property
     def parts(self) -> int:

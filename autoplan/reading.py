@@ -95,9 +95,13 @@ class Reader:
     def block(self, code: BlockCode) -> Tally:
         """The sums over the next block."""
         tally = Tally()
+        self.into(tally, code)
+        return tally
+
+    def into(self, tally: Tally, code: BlockCode) -> None:
+        """Add the next instructions of a block to a tally."""
         for instr in code.instrs:
             self._instr(instr, code, tally)
-        return tally
 
     def instruction(self, instr: Instr, code: BlockCode) -> Tally:
         """The next instruction of a block alone."""

@@ -29,7 +29,7 @@ Role = Literal["rows", "gathered", "features"]
 
 ROLES: Mapping[str, Role] = {"tp": "features", "tpd": "rows", "tpx": "gathered", "tpy": "features", "tpz": "features"}
 SCHEMES = ("1d", "1.5d", "2d", "2.5d", "3d")
-SEARCHED = ("2d", "2.5d")  # whose grids have axes of their own
+SEARCHED = ("2d", "2.5d", "3d")  # whose grids have axes of their own
 _JOIN = " | "
 
 
@@ -56,8 +56,8 @@ def degree_of(axes: Axes, axis: str) -> int:
 
 
 def row_unit(axes: Axes) -> int:
-    """Rows of a micro-batch on a data rank come in multiples of this."""
-    return prod(degree for _, degree in row_axes(axes))
+    """Rows of a micro-batch on a data rank come in multiples of this: they are divided over the axes of rows, in a cube over one of the others too."""
+    return prod(degree for _, degree in row_axes(axes)) * dict(axes).get("tpz", 1)
 
 
 def scheme_of(axes: Axes) -> str:

@@ -136,9 +136,11 @@ class ShapeBounds:
         key = (shape.tensor, shape.cp)
         if key not in self._tried:
             asked = self.task.constraints
-            ((_, degree),) = feature_axes(shape.tensor)
+            degree = feature_axes(shape.tensor)[0][1]
             whole = False if asked.tensor == "1.5d" else asked.sequence_parallel
-            found = self.outline.boundaries(degree, whole) if scheme_of(shape.tensor) == "1d" else self.outline.feature_boundaries(degree)
+            scheme = scheme_of(shape.tensor)
+            found = self.outline.boundaries(degree, whole) if scheme == "1d" else self.outline.feature_boundaries(degree)
+            found = (Boundary(None, (), degree),) if scheme == "3d" else found  # nothing is chosen
             self._tried[key] = tuple(b for b in found if b.factor is None or self.contexts.leaves(b.factor, shape))
         return self._tried[key]
 

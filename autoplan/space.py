@@ -170,6 +170,8 @@ def _grids(constraints: Constraints, tp: int, rows: int) -> Iterator[Axes]:
     if constraints.sequence_parallel or constraints.sync not in (None, "allreduce"):
         return
     for scheme in SEARCHED if asked is None else (asked,) if asked in SEARCHED else ():
+        if scheme == "3d" and not constraints.sums_plainly:
+            continue
         yield from (grid for grid in grids(scheme, tp) if rows % row_unit(grid) == 0)
 
 

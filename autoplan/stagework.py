@@ -110,7 +110,7 @@ class Work:
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
         indices = self.outline.indices(self.outline.graph.blocks[self.outline.examples[pattern]])
         given = self.outline.batch.preamble_outputs
-        names = ["dp", *(name for name, _ in row_axes(self.axes))]
+        names = ["dp", *(name for name, _ in row_axes(self.axes) if self.local.divided is None)]  # else the prices of operators contain it
         data = data_uses(self.local, indices, given)
         data = tuple(replace(use, axis=name) for name in names if axis_group(self.axes, name).size > 1 for use in data)
         seconds = [(use.phase, self.local.pricer.collective(use.kind, use.num_bytes, axis_group(self.axes, use.axis))) for use in data]

@@ -1,25 +1,38 @@
-"""The zoo's models for context and expert parallelism in fp64: dropout where it is asked, experts that compute in fp64."""
+"""The zoo's models for context and expert parallelism in fp64: dropout where it is asked, experts and losses that compute in fp64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from tests.dist.parity import Case, Outcome, run_cases
-from tests.zoo import ZOO, Built, llama, mixtral, mixtral_aux
+from tests.zoo import ZOO, Built, gpt2, llama, mixtral, mixtral_aux
 
 
-def _wide(build: Callable[[], Built]) -> Built:
-    """transformers' grouped products know no fp64; its plain loop over experts does."""
+def causal_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    """transformers' causal loss without its cast to fp32."""
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    return F.cross_entropy(logits.view(-1, vocab_size), shifted.reshape(-1))
+
+
+def wide(build: Callable[[], Built]) -> Built:
+    """transformers' grouped products know no fp64, its plain loop over experts does; and its causal loss casts to fp32."""
     model, batch = build()
     model.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    model.loss_function = causal_loss  # type: ignore[assignment]
     return model, batch
 
 
 MODELS: Mapping[str, Callable[[], Built]] = {
     **ZOO,
-    "mixtral": lambda: _wide(mixtral),
-    "mixtral-aux": lambda: _wide(mixtral_aux),
-    "llama-4-kv": lambda: llama(num_key_value_heads=4),
+    "gpt2": lambda: wide(gpt2),
+    "llama": lambda: wide(llama),
+    "mixtral": lambda: wide(mixtral),
+    "mixtral-aux": lambda: wide(mixtral_aux),
+    "llama-4-kv": lambda: wide(lambda: llama(num_key_value_heads=4)),
 }
 
 
