@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.dist.parity import Case, Outcome, run_cases
 from tests.zoo import ZOO, Built, gpt2, llama, mixtral, mixtral_aux
@@ -19,8 +20,14 @@ def causal_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_
 
 
 def wide(build: Callable[[], Built]) -> Built:
-    """transformers' grouped products know no fp64, its plain loop over experts does; and its causal loss casts to fp32."""
+    """transformers' grouped products know no fp64, its plain loop over experts does; its causal loss and its own norms cast to fp32."""
     model, batch = build()
+    for path, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)  # type: ignore[arg-type, union-attr]
+            norm.weight = module.weight  # type: ignore[assignment]
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, norm)
     model.config._experts_implementation = "eager"  # type: ignore[union-attr]
     model.loss_function = causal_loss  # type: ignore[assignment]
     return model, batch

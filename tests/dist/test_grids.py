@@ -8,16 +8,43 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
-from autoplan.batchaxis import batch_axis
-from autoplan.cube import cube_splits
-from runtime.collective import raw_all_reduce, reduce_scatter
+from runtime.collective import all_gather_vary, raw_all_reduce, reduce_scatter
 from runtime.mesh import Axis, Mesh, build_mesh
 from runtime.record import Traffic
 from runtime.sharded_ops import gathered_linear, split_layer_norm
 from tests.dist import parity
 from tests.dist.launch import run_ranks
 from tests.dist.parity import Case, run_cases
+from tests.zoo import ZOO
+
+
+
+class Layer(nn.Module):
+    """A transformer layer between two products, with its loss."""
+
+    def __init__(self, width: int = 32, heads: int = 4, classes: int = 12) -> None:
+        super().__init__()
+        self.heads = heads
+        self.enter, self.leave = nn.Linear(width, width), nn.Linear(width, classes)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        y = self.norm1(x)
+        q, k, v = (part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return F.cross_entropy(self.leave(x).flatten(0, 1), labels.flatten())
+
+
+def layer() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Layer(), {"x": torch.randn(8, 6, 32), "labels": torch.randint(0, 12, (8, 6))}
+
 
 M, K, N = 64, 96, 128
 GRID, DEPTH, CUBE = (("tpx", 2), ("tpy", 2)), (("tpd", 2), ("tpx", 2), ("tpy", 2)), (("tpx", 2), ("tpy", 2), ("tpz", 2))
@@ -73,7 +100,8 @@ def plane_product(axes: tuple[tuple[str, int], ...], *, sums_depth: bool) -> dic
     return {"errors": errors, "wire": wire_elements(mesh.recorder.traffic(), mesh), "kept": sum(kept), "rows": local_x.detach()[:, 0].tolist()}
 
 
-def cube_product() -> dict[str, Any]:
+def cube_product(*, keeps_gathered: bool) -> dict[str, Any]:
+    """What was gathered is kept for the backward pass, as Bian et al. count, or gathered again there."""
     mesh = build_mesh(CUBE, timeout_s=60)
     i, j, k = (mesh.axis(name) for name in ("tpx", "tpy", "tpz"))
     x, weight, c, dx, dweight = whole_product()
@@ -81,7 +109,10 @@ def cube_product() -> dict[str, Any]:
     local_weight = cut(cut(weight, 0, j), 1, k, i).requires_grad_()
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        part = gathered_linear(local_x, local_weight, axes=(i, j), gathers=((1, 1, 1, K // 2, 1), (0, 0, 1, M // 2, 1)))
+        if keeps_gathered:
+            part = F.linear(all_gather_vary(local_x, 0, 1, M // 2, 1, axis=j), all_gather_vary(local_weight, 1, 1, K // 2, 1, axis=i))
+        else:
+            part = gathered_linear(local_x, local_weight, axes=(i, j), gathers=((1, 1, 1, K // 2, 1), (0, 0, 1, M // 2, 1)))
         y = reduce_scatter(part, 0, 1, M // 2, 1, axis=k)
     with mesh.recorder.action("B", "backward"):
         y.backward(cut(cut(c, 0, i, k), 1, j))
@@ -106,14 +137,13 @@ def on_four() -> tuple[Any, ...]:
 
 
 def on_eight() -> tuple[Any, ...]:
-    parity.random_splits = lambda graph, degree, seed, gathered: cube_splits(graph, batch_axis(graph).body, degree)  # type: ignore[assignment]
-    products = plane_product(DEPTH, sums_depth=True), plane_product(DEPTH, sums_depth=False), cube_product()
-    return *products, run_cases(SEARCHED_8 + CUBES)
+    products = plane_product(DEPTH, sums_depth=True), plane_product(DEPTH, sums_depth=False)
+    return *products, cube_product(keeps_gathered=False), cube_product(keeps_gathered=True), run_cases(SEARCHED_8, {**ZOO, "layer": layer})
 
 
 SEARCHED_4 = [Case("mlp", constraints=dict(tensor="2d", tp=4), dtype="float64"), Case("gpt2", constraints=dict(tensor="2d", tp=4), dtype="float64")]
-SEARCHED_8 = [Case("mlp", constraints=how, dtype="float64") for how in (dict(tensor="2.5d", tp=8), dict(tensor="1.5d", tp=4))]
-CUBES = [Case("mlp", dict(tensor=CUBE), splits_seed=0, dtype="float64")]
+SEARCHED_8 = [Case("mlp", constraints=how, dtype="float64") for how in (dict(tensor="2.5d", tp=8), dict(tensor="1.5d", tp=4), dict(tensor="3d"))]
+SEARCHED_8 += [Case("layer", constraints=dict(tensor="3d"), dtype="float64")]
 
 
 def check(outcome: parity.Outcome) -> None:
@@ -139,15 +169,21 @@ def test_a_plane_moves_the_volume_of_summa_and_keeps_a_quarter_of_everything() -
 @pytest.mark.timeout(600)
 def test_depth_holds_other_rows_and_sums_gradients_and_a_cube_keeps_an_eighth() -> None:
     ranks = run_ranks(on_eight, 8, timeout_s=500)
-    for deep, unsummed, cube, outcomes in ranks:
+    for deep, unsummed, cube, kept, outcomes in ranks:
         assert max(deep["errors"]) <= 1e-10
         assert deep["wire"] == 3 * (M * K + 2 * K * N) + 2 * K * N == 116736
         assert unsummed["errors"][2] > 1e-2, "without the sum over depth the weight's gradient is another one"
-        assert max(cube["errors"]) <= 1e-10
-        once = 2 * (M * K + K * N + M * N)
-        assert once == 53248
-        assert cube["wire"] == once + M * K + K * N, "both operands are gathered again in the backward pass, so that an eighth is kept"
-        assert cube["kept"] == (M * K + N * K) // 8
+        assert max(*cube["errors"], *kept["errors"]) <= 1e-10
+        assert kept["wire"] == 2 * (M * K + K * N + M * N) == 53248, "the closed form of the paper"
+        assert kept["kept"] == (M * K + N * K) // 4, "which keeps what it gathered"
+        assert cube["wire"] == 53248 + M * K + K * N == 71680, "both operands are gathered again in the backward pass"
+        assert cube["kept"] == (M * K + N * K) // 8, "so that an eighth is kept"
         for outcome in outcomes:
             check(outcome)
+        cubes = [outcome for outcome in outcomes if outcome.case.constraints == dict(tensor="3d")]
+        assert len(cubes) == 2
+        for outcome in cubes:
+            assert not any(use.kind == "all_to_all" for use in outcome.held[0].sent), "products come in pairs: nothing is laid out anew between them"
+            assert {held.parameter_bytes for held in outcome.held} == {held.planned_parameter_bytes for held in outcome.held}
+            assert outcome.held[0].parameter_bytes <= outcome.dense_bytes // 8 * 1.5, "biases and norms rest on two axes, matrices on three"
     assert ranks[0][0]["rows"] != ranks[4][0]["rows"]

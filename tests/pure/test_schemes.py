@@ -7,11 +7,18 @@ import torch
 from torch import nn
 
 import autoplan
+from autoplan.explore import Searcher
 from autoplan.layout import PARTIAL, VARY, WHOLE, Split
+from autoplan.lower import lower
 from autoplan.route import route
 from autoplan.schemes import grids, joined, parted
+from autoplan.search import forecast_of, plan_of
+from autoplan.simulate import forecast
+from autoplan.task import Task
+from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.opkey import Collective, OpKey, OpTime
+from tests.zoo import ZOO
 
 ROWS, FEATURES = Split(0), Split(1)
 
@@ -63,9 +70,9 @@ class VolumePrices:
 
 
 class Product(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, features: int = 96, outputs: int = 128) -> None:
         super().__init__()
-        self.linear = nn.Linear(96, 128, bias=False)
+        self.linear = nn.Linear(features, outputs, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).square().sum()
@@ -86,3 +93,29 @@ def test_neither_pure_form_sends_least() -> None:
     how = autoplan.Constraints(tensor="1.5d", pp=1, zero=0)
     plan = autoplan.find_plan(Product(), {"x": torch.randn(64, 96)}, cluster=Cluster.parse("cpu:1x8"), constraints=how, optimizer="sgd", prices=VolumePrices())
     assert (plan.degree("dp"), plan.degree("tp")) == (2, 4)
+
+
+@pytest.mark.parametrize("fixed", [dict(), dict(pp=2), dict(dp=2)], ids=str)
+def test_a_cube_is_searched_at_the_price_of_its_program(fixed: dict[str, int]) -> None:
+    model, batch = ZOO["bert"]()
+    graph, cluster = autoplan.capture(model, batch), Cluster.parse(f"cpu:1x{8 * max([1, *fixed.values()])}")
+    searcher = Searcher(Task(graph, cluster, AnalyticPrices(cluster), autoplan.Constraints(tensor="3d", **fixed), "sgd", None, None))
+    outcome = searcher.run()
+    best = outcome.best()
+    plan = plan_of(best, searcher, outcome)
+    found, told = forecast_of(best, searcher), forecast(lower(plan, graph), plan, graph, AnalyticPrices(cluster), overlap=False)
+    assert dict(plan.axes) | {"tpx": 2, "tpy": 2, "tpz": 2} == dict(plan.axes)
+    assert found.step_time_s == pytest.approx(told.step_time_s, rel=0.02)
+    for stage, true in zip(found.stages, told.stages, strict=True):
+        assert (stage.memory.parameters, stage.memory.gradients, stage.memory.activations) == (
+            true.memory.parameters,
+            true.memory.gradients,
+            true.memory.activations,
+        )
+
+
+def test_a_cube_that_does_not_divide_is_refused_before_anything_runs() -> None:
+    with pytest.raises(autoplan.InfeasibleError, match="divides the rows of the batch by 4"):
+        autoplan.find_plan(Product(), {"x": torch.randn(6, 96)}, cluster="cpu:1x8", constraints=autoplan.Constraints(tensor="3d"))
+    with pytest.raises(autoplan.InfeasibleError, match=r"q=2 divides nothing of aten\.linear"):
+        autoplan.find_plan(Product(95, 127), {"x": torch.randn(8, 95)}, cluster="cpu:1x8", constraints=autoplan.Constraints(tensor="3d"))

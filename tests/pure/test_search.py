@@ -75,7 +75,7 @@ def test_what_cannot_fit_says_which_memory_by_how_much_and_what_would_help(graph
         ({"tp": 3}, "which does not divide the cluster's 4 devices"),
         ({"tp": 2, "dp": 2, "pp": 2}, "multiply to 8, but the cluster has 4 devices"),
         ({"cp": 2}, "no attention operator, whose sequence it would divide"),
-        ({"tensor": "3d"}, "a cube of ranks is not searched"),
+        ({"tensor": "3d"}, "no divisor of 4 is a grid of q x q x q"),
         ({"tensor": "2d", "tp": 2}, "the ranks form a grid of q x q, and 2 is no such product. Nearest: tp=4"),
         ({"tensor": "2.5d"}, "no divisor of 4 is a grid of d x q x q"),
         ({"schedule": "1f1b", "num_chunks": 2}, "which puts one stage on a rank"),
