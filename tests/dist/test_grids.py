@@ -20,7 +20,6 @@ from tests.dist.parity import Case, run_cases
 from tests.zoo import ZOO
 
 
-
 class Layer(nn.Module):
     """A transformer layer between two products, with its loss."""
 
