@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from autoplan import Constraints, capture, find_plan
 from autoplan.clusterprices import prices_of
+from autoplan.models import MLP
 from costmodel.cluster import Cluster
 from costmodel.forms import ClusterFileError
 from costmodel.opkey import Collective, OpKey, RankGroup
@@ -122,3 +125,13 @@ def test_a_mistake_is_named_with_file_and_key(tmp_path: Path, changes: dict[str,
     with pytest.raises(ClusterFileError, match=words) as caught:
         cluster(tmp_path, **changes)
     assert "lab.yaml" in str(caught.value)
+
+
+def test_with_a_straggler_no_fixed_mesh_is_better_than_the_free_plan(tmp_path: Path) -> None:
+    found = cluster(tmp_path, nodes=1, links=LAB["links"][1:], slowdowns={2: 1.5}, ops=[{"op": "*", "base_ms": 1, "gflops_per_s": 0.01}])
+    batch = {"x": torch.zeros(8, 16), "labels": torch.zeros(8, dtype=torch.long)}
+    graph, prices = capture(MLP((16, 24, 32, 24, 32, 8)), batch), prices_of(found, tmp_path / "profile.sqlite")
+    free = find_plan(graph, None, found, optimizer="sgd", prices=prices)
+    for fixed in (dict(pp=4), dict(pp=2, dp=2), dict(dp=4)):
+        plan = find_plan(graph, None, found, Constraints(**fixed), optimizer="sgd", prices=prices)
+        assert free.forecast.step_time_s <= plan.forecast.step_time_s * 1.03, fixed
