@@ -17,6 +17,8 @@ TWO = [
 FOUR = [
     Case("mlp", dict(dp=2, pp=2, shares=(6, 2), num_micro_batches=2, order=DATA_OUTSIDE), dtype="float64"),
     Case("gpt2", dict(dp=2, pp=2, shares=(5, 3), num_micro_batches=3, zero=1, order=DATA_OUTSIDE), dtype="float64"),
+    Case("mlp", dict(dp=2, pp=2, shares=(5, 3), num_micro_batches=3, schedule="zb"), dtype="float64"),
+    Case("gpt2", dict(dp=2, pp=2, shares=(3, 5), num_micro_batches=2, zero=1, schedule="zb", order=DATA_OUTSIDE), dtype="float64"),
     Case("mlp", dict(dp=2, tp=2, shares=(2, 6)), splits_seed=3, dtype="float64"),
     Case("qwen3", dict(dp=4, shares=(3, 3, 1, 1), zero=3), dtype="float64"),
 ]
