@@ -35,12 +35,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def read(paths: Iterable[Path]) -> dict[str, Rows]:
-    """Rows by source, a file or all files of a folder; files that hold no records are left out."""
+    """Rows by source, a file or all files of a folder; files that hold no records are left out. A row may carry no measurement."""
     found = {}
     for path in (file for p in paths for file in (sorted(p.glob("*.json")) if p.is_dir() else [p])):
         content = json.loads(path.read_text())
-        if isinstance(content, list) and content and "measured" in content[0]:
-            found[path.stem] = content
+        if isinstance(content, list) and content and {"row_id", "plan", "model"} <= set(content[0]):
+            found[path.stem] = [row | {"measured": row.get("measured") or {}} for row in content]
     return found
 
 

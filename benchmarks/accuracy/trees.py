@@ -18,7 +18,7 @@ from benchmarks.accuracy.calibrate import Sample
 from benchmarks.accuracy.record import Run
 from costmodel.roofline import item_bytes
 
-RECOMPUTE = ("none", "selective", "selective_op", "selective_layer", "partial", "unstated", "full")
+RECOMPUTE = ("none", "selective", "selective_op", "selective_layer", "partial", "full")  # others count as one kind
 Array = np.ndarray
 
 
@@ -36,7 +36,7 @@ def features(run: Run) -> list[float]:
     sizes = (m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, m.seq, m.vocab, run.cluster.num_devices, g.devices_per_node)
     plan = (run.tp, run.pp, run.dp, run.cp, run.vpp, run.micro_batch, run.num_micro, run.global_batch, run.zero_group)
     rates = (g.device.peak(run.gemm_dtype), g.device.memory_bytes_per_s, g.device.memory_bytes, g.tiers[0].port_bytes_per_s, g.tiers[-1].port_bytes_per_s)
-    flags = (run.zero, RECOMPUTE.index(run.recompute), item_bytes(run.dtype), m.gated, run.sequence_parallel, run.flash)
+    flags = (run.zero, (*RECOMPUTE, run.recompute).index(run.recompute), item_bytes(run.dtype), m.gated, run.sequence_parallel, run.flash)
     return [math.log(value) for value in (*sizes, *plan, *rates, ideal_s(run))] + [float(flag) for flag in flags]
 
 

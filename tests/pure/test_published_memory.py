@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.accuracy.footprint import fits, footprint, logit_bytes, reported, saved_bytes, widths
-from benchmarks.accuracy.predict import Rows
+from benchmarks.accuracy.predict import Rows, predict, read, refit, timed
 from benchmarks.accuracy.record import dated, run_of
 from benchmarks.accuracy.robustness import drawn
 from benchmarks.accuracy.splits import layers_of_stages
@@ -91,3 +93,18 @@ def test_a_draw_takes_a_tenth_of_a_source_and_repeats(seed: int) -> None:
     found = drawn(rows, seed)
     assert {source: len(records) for source, records in found.items()} == {"many": 3, "few": 1}
     assert drawn(rows, seed) == found
+
+
+def test_rows_without_measurements_are_read_and_predicted_and_fit_nothing(tmp_path: Path) -> None:
+    bare = {key: value for key, value in row().items() if key != "measured"}
+    file = tmp_path / "unseen.json"
+    file.write_text(json.dumps([bare]))
+    rows = read([file])
+    assert predict(rows["unseen"][0], load())["iteration_s"] > 0
+    assert not timed(rows)
+    assert refit(rows, load()) == load()
+
+
+def test_one_row_is_enough_to_fit_on() -> None:
+    fitted = refit({"s": [row()]}, load())
+    assert abs(predict(row(), fitted)["iteration_s"] - 1.0) < abs(predict(row(), load())["iteration_s"] - 1.0)
