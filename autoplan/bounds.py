@@ -175,7 +175,7 @@ class Bounds:
         if bound >= self.enough_s:
             return bound
         slots = self._slots(blocks, step, again)
-        gather_s, reduce_s = self._exposed(slots, step)
+        gather_s, reduce_s = self._exposed(slots, step, is_trained=all(b.num_trained == b.num_elements for b in blocks.values()))
         crossings = sum(a != b for a, b in itertools.pairwise(step.stage_ranks))
         sent_s = self._sent_s(blocks, step)
         first_s, last_s = slots.first_s + len(step.stage_ranks) * gather_s, slots.last_s + len(step.stage_ranks) * reduce_s
@@ -220,12 +220,13 @@ class Bounds:
         return slots_of(known, step)
 
     @staticmethod
-    def _exposed(slots: Slots, step: Step) -> tuple[float, float]:
+    def _exposed(slots: Slots, step: Step, *, is_trained: bool) -> tuple[float, float]:
         """Seconds of a stage's first gather and last reduction, of its largest unit, which nothing hides."""
         if not step.zero or step.shards == 1 or step.is_split or not step.overlap:
             return 0.0, 0.0
         most = max if len(step.stage_ranks) == 1 else min
-        return most(slot.gather_s for slot in slots.each.values()), most(slot.reduce_s for slot in slots.each.values())
+        gather_s, reduce_s = most(slot.gather_s for slot in slots.each.values()), most(slot.reduce_s for slot in slots.each.values())
+        return gather_s, reduce_s if is_trained else 0.0  # the replay spreads what is trained over all units
 
     def _sent_s(self, blocks: Mapping[str, Least], step: Step) -> float:
         """Seconds of the least transfer between stages on different ranks."""
@@ -323,15 +324,16 @@ class Bounds:
 
             N_k * states(P) + H_k * A <= k * limit,   H_k = least sum of n_j held_j over these stages
 
-        (recomputed: H_k times what enters it, and A once on every stage that has any). All stages together hold the other blocks too.
+        (recomputed: H_k times what enters it, and A once on every stage that has any; selectively: A is what is kept, beside what enters). All stages
+        together hold the other blocks too.
         """
-        if step.is_split or step.num_ranks < len(step.stage_ranks) or recompute == "selective":
+        if step.is_split or step.num_ranks < len(step.stage_ranks):
             return ()  # nothing is known of these
         n = len(step.stage_ranks)
         name, main = _main(blocks)
         full = recompute == "full"
-        again_s = main.forward_s if full and main.is_recomputed else 0.0
-        total = sum(b.count * (b.seconds + (b.forward_s if full and b.is_recomputed else 0.0)) for b in blocks.values())
+        again_s = main.again_s(recompute)
+        total = sum(b.count * (b.seconds + b.again_s(recompute)) for b in blocks.values())
         held = self.held(step)
         order = np.argsort(-held, kind="stable")
         caps = np.full(n, float(main.count))
@@ -342,7 +344,7 @@ class Bounds:
         states = self.state_bytes(step) / self.width_at_rest if name in self._unshared and main.num_trained == main.num_elements else 0.0
         others = [(p, b) for p, b in blocks.items() if p != name]
         other_bytes = sum(b.count * (b.num_trained if p in self._unshared else 0) * self.state_bytes(step) for p, b in others)
-        other_bytes += held.min() * sum(b.count * (b.enter_bytes if full and b.is_recomputed else b.saved_bytes) for _, b in others)
+        other_bytes += held.min() * sum(b.count * b.held_bytes(recompute) for _, b in others)
         found: list[Budget] = []
         for k in range(1, n + 1):
             count = main.count - float(caps[k:].sum())
@@ -359,7 +361,8 @@ class Bounds:
             if full and main.is_recomputed:
                 found.append(Budget(limit - blocks_held * main.enter_bytes, count * states, num_stages))
             else:
-                found.append(Budget(limit, count * states, blocks_held))
+                entered = blocks_held * main.enter_bytes if recompute == "selective" and main.is_recomputed else 0.0
+                found.append(Budget(limit - entered, count * states, blocks_held))
         return tuple(found)
 
     @staticmethod
@@ -438,7 +441,8 @@ class Bounds:
         for rank, elements in there.items():
             room[rank] -= elements * self.state_bytes(step)
         held = float(main.held_bytes(recompute))
-        if n < len(ranks) and counts is least_held:
+        inner = (graph.blocks[number].pattern for number in self.outline.blocks[1:-1])
+        if n < len(ranks) and counts is least_held and all(pattern == name for pattern in inner):
             caps = self._caps_in_parts(step, room, states, held, main.count)
         else:
             caps = room / np.maximum(states + np.array(counts(step.schedule, ranks, step.num_micro_batches)) * held, 1e-9)

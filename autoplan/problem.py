@@ -114,14 +114,16 @@ class BlockProblem:
 
 
 def repeating(problem: BlockProblem, recompute: str) -> BlockProblem:
-    """The problem with what is run again before the backward pass in that pass' seconds: the forward pass, its collectives included; recomputed
-    "selective"ly without the operators whose results are kept."""
+    """The problem with what is run again before the backward pass in that pass' seconds: the forward pass, its collectives included. Recomputed
+    "selective"ly without the operators whose results are kept; these results are then all that counts as saved."""
     if recompute == "none":
         return problem
 
     def again(choice: Choice) -> Choice:
-        repeated_s = 0.0 if recompute == "selective" and choice.kept else choice.forward_s
-        return replace(choice, backward_s=choice.backward_s + repeated_s)
+        if recompute == "full":
+            return replace(choice, backward_s=choice.backward_s + choice.forward_s)
+        repeated_s = 0.0 if choice.kept else choice.forward_s
+        return replace(choice, backward_s=choice.backward_s + repeated_s, saved=(), extra_bytes=sum(size for _, size in choice.kept))
 
     items = tuple(replace(item, choices=tuple(again(choice) for choice in item.choices)) for item in problem.items)
     return replace(problem, items=items, moves={key: replace(move, backward_s=move.backward_s + move.forward_s) for key, move in problem.moves.items()})

@@ -8,8 +8,8 @@ P and A. With the other blocks and the same cuts it fits where
 
     n * states(P') + n * h * A' <= limit - (M - n * states(P) - n * h * A)
 
-(recomputed: A' once, what enters the blocks does not change). The program under this budget gives the next plan; a stage that is
-too full then adds its own. Where the block has nothing more to give, the other patterns weigh memory too.
+(recomputed: A' once, what enters the blocks does not change; selectively: A is what is kept). The program under this budget gives the next
+plan; a stage that is too full then adds its own. Where the block has nothing more to give, the other patterns weigh memory too.
 
 The first choice takes parameters to move beside compute (`exposing`: where they do not, they weigh more in a second one).
 """
@@ -119,10 +119,12 @@ def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget 
     graph, stage = place.chooser.outline.graph, result.fullest
     inside = range(result.starts[stage], result.starts[stage + 1])
     count = sum(graph.blocks[i].pattern == name for i in inside)
-    is_plain = not place.step.is_split and place.step.num_ranks == len(place.step.stage_ranks) and place.recompute != "selective"
+    is_plain = not place.step.is_split and place.step.num_ranks == len(place.step.stage_ranks)
     if not count or not is_plain:
         return None
     point, main = result.chosen.point(name), place.blocks[name]
+    if place.recompute == "selective" and main.is_recomputed:
+        point = replace(point, saved_bytes=point.kept_bytes)
     states = bounds.state_bytes(place.step) / bounds.width_at_rest
     recomputed = place.recompute == "full" and main.is_recomputed
     budget = Budget(0.0, count * states, 1.0 if recomputed else count * float(bounds.held(place.step)[stage]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.cuts import best_cuts, layer_cuts
+from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts
 from autoplan.errors import InfeasibleError
 
 
@@ -71,3 +71,20 @@ def test_stage_layers_count_layers_and_carry_embedding_and_head() -> None:
         layer_cuts(is_layer, (1, 2))
     with pytest.raises(InfeasibleError, match="without any block"):
         layer_cuts(is_layer, (2, 0, 2))
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "units"), [(4, 2, 16), (4, 2, 12), (16, 4, 96), (16, 4, 126), (8, 4, 36), (3, 2, 7)])
+def test_blocks_are_dealt_to_ranks_evenly(ranks: int, chunks: int, units: int) -> None:
+    found = dealt_cuts(1, units, 2, ranks, chunks)
+    assert found
+    for cuts in found:
+        sizes = [b - a for a, b in itertools.pairwise(cuts)]
+        assert len(sizes) == ranks * chunks and cuts[0] == 0 and cuts[-1] == units + 3
+        sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 2
+        assert min(sizes) > 0
+        of_rank = [sum(sizes[rank::ranks]) for rank in range(ranks)]
+        assert max(of_rank) <= -(-units // ranks), (cuts, of_rank)
+
+
+def test_too_few_blocks_are_not_dealt() -> None:
+    assert dealt_cuts(1, 7, 1, 4, 2) == ()
