@@ -51,6 +51,7 @@ from costmodel.opkey import Collective, OpKey, OpTime
 from costmodel.roofline import Cost, item_bytes, op_costs
 
 _ROWS = 128 * 105  # of the captured batch: a multiple of most micro-batches, so that a model is captured once
+_MANY_CHUNKS = 4
 _DIVIDED = 4.0  # how much more than its time a layer's weights weigh where they are whole on the tensor axis: the row says that they are divided
 
 
@@ -256,9 +257,9 @@ class Product:
 
 
 def _chunks(run: Run) -> int:
-    """Stages on a rank: as stated, or the next larger number by which its layers divide."""
+    """Stages on a rank: as the run says, or the next larger number by which its layers divide; 1 where there is none up to _MANY_CHUNKS."""
     layers = [stage.layers for stage in run.stages]
-    possible = [v for v in range(run.vpp, max(layers) + 1) if all(count % v == 0 for count in layers)]
+    possible = [v for v in range(run.vpp, max(run.vpp, _MANY_CHUNKS) + 1) if all(count % v == 0 for count in layers)]
     return possible[0] if run.pp > 1 and run.vpp > 1 and possible else 1
 
 
