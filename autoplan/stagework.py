@@ -8,7 +8,7 @@ of its products and does not repeat them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -97,7 +97,6 @@ class Work:
         self.local = local
         self.contexts = tuple(context for context in local.contexts if isinstance(context, LocalContext))
         self.chosen = chosen
-        self._sent: dict[tuple[tuple[int, ...], tuple[int, ...]], Mapping[int, tuple[Send, ...]]] = {}
         has_layers = any(block.layer for block in outline.graph.blocks)
         self.loads: Mapping[str, BlockLoad] = {
             pattern: self._block(pattern, recompute if not has_layers or outline.graph.blocks[number].layer else "none")
@@ -192,16 +191,26 @@ class Work:
         found = self.outline.buffers.items()
         return sum(self.local.num_bytes(name) for name, blocks in found if any(start <= number < stop for number in blocks))
 
+    def ways(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> Iterator[tuple[StageLoad, ...]]:
+        """`stage_loads` with values in pieces where that is faster by itself; then, where there are some, with all values whole."""
+        loads = self.stage_loads(starts, stage_ranks)
+        yield loads
+        if any(send.gathered_bytes for load in loads for send in load.sends):
+            yield self._loads(starts, stage_ranks, self._sends(starts, stage_ranks, gathers=False))
+
     def stage_loads(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[StageLoad, ...]:
         """Loads of the stages that begin at graph blocks `starts` (the last entry is the end), stage s on rank `stage_ranks[s]`."""
-        return tuple(self._stage(j, a, b, starts, stage_ranks) for j, (a, b) in enumerate(itertools.pairwise(starts)))
+        return self._loads(starts, stage_ranks, self._sends(starts, stage_ranks, gathers=True))
 
-    def _stage(self, index: int, start: int, stop: int, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> StageLoad:
+    def _loads(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...], sends: Mapping[int, tuple[Send, ...]]) -> tuple[StageLoad, ...]:
+        ranks = {starts[j]: rank for j, rank in enumerate(stage_ranks)}
+        return tuple(self._stage(j, a, b, ranks, sends) for j, (a, b) in enumerate(itertools.pairwise(starts)))
+
+    def _stage(self, index: int, start: int, stop: int, rank_of_start: Mapping[int, int], sends: Mapping[int, tuple[Send, ...]]) -> StageLoad:
         graph = self.outline.graph
         numbers = [n for n in self.outline.blocks if start <= n < stop]
         blocks = [self.loads[graph.blocks[n].pattern] for n in numbers]
         extra = self._repeated(start, stop)
-        sends = self._sends(starts, stage_ranks)
         forward, backward, recompute = Pass(), Pass(), Pass()
         traffic: list[Traffic] = []
         deferred: list[tuple[str, int]] = []
@@ -248,18 +257,13 @@ class Work:
             deferred=tuple(deferred),
             compressed_bytes=sum(b.compressed_bytes for b in blocks),
             num_trained=sum(self.outline.graph.values[name].requires_grad for b in blocks for name in b.point.rests),
-            tied_bytes=self._tied_bytes(start, stop, {starts[j]: rank for j, rank in enumerate(stage_ranks)}),
+            tied_bytes=self._tied_bytes(start, stop, rank_of_start),
             weights_s=sum(b.point.weights_s for b in blocks),
             put_off_bytes=sum(b.point.put_off_bytes for b in blocks),
         )
 
-    def _sends(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> Mapping[int, tuple[Send, ...]]:
-        """Stage -> what it sends to other stages."""
-        if (starts, stage_ranks) not in self._sent:
-            self._sent = {(starts, stage_ranks): self._all_sends(starts, stage_ranks)}
-        return self._sent[starts, stage_ranks]
-
-    def _all_sends(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...]) -> Mapping[int, tuple[Send, ...]]:
+    def _sends(self, starts: tuple[int, ...], stage_ranks: tuple[int, ...], *, gathers: bool) -> Mapping[int, tuple[Send, ...]]:
+        """Stage -> what it sends to other stages. `gathers`: in pieces where that is faster by itself."""
         graph = self.outline.graph
         stage_of = {n: j for j, (a, b) in enumerate(itertools.pairwise(starts)) for n in range(a, b)}
         entering: dict[int, list[tuple[int, Send]]] = {}
@@ -273,9 +277,9 @@ class Work:
                 entering.setdefault(dst, []).append((src, alike if stage_ranks[src] == stage_ranks[dst] else self.in_pieces(name, dst)))
         found: dict[int, list[Send]] = {}
         for sends in entering.values():
-            gathers = is_gathered(self.local.pricer, self.step, sends)
+            in_pieces = gathers and is_gathered(self.local.pricer, self.step, sends)
             for src, send in sends:
-                found.setdefault(src, []).append(send if gathers else Send(send.dst, send.received_bytes, send.grad))
+                found.setdefault(src, []).append(send if in_pieces else Send(send.dst, send.received_bytes, send.grad))
         return {stage: tuple(sends) for stage, sends in found.items()}
 
     def _local_elements(self, name: str) -> int:

@@ -6,8 +6,8 @@ gradient comes back the same way and is gathered by the stage that made the valu
     whole        send(n)
     in pieces    send(n / p) + all_gather(n, p)
 
-A stage gathers what it receives if that is faster for all values that it receives together. In 1F1B and its relatives both are waited
-for once a micro-batch; GPipe hides sends behind compute, but not gathers, so that it sends whole.
+A stage gathers what it receives if that is faster for all values that it receives together. The ranks that gather are busy meanwhile, while
+sends run beside compute, hidden where a stage has slack: so the search replays a step both so and with all values whole, and takes the faster.
 
 Pieces are consecutive entries of the first dimension that divides by p; a value with none is sent whole. Values without gradient (masks, tables
 of positions) are few and travel once: they are sent whole too.
@@ -38,8 +38,6 @@ def gather_s(pricer: Pricer, step: Step, num_bytes: int) -> float:
 
 def is_gathered(pricer: Pricer, step: Step, entering: Iterable[tuple[int, Send]]) -> bool:
     """Whether a stage gathers what it receives. `entering`: (stage that sends, what), as it would travel in pieces."""
-    if step.schedule == "gpipe":
-        return False
     whole_s = in_pieces_s = 0.0
     for src, send in entering:
         if send.gathered_bytes:

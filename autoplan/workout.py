@@ -19,6 +19,7 @@ from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chosen
 from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts
 from autoplan.exhaust import every_choice
+from autoplan.load import StageLoad
 from autoplan.outcome import Result
 from autoplan.rankmemory import by_rank, memories
 from autoplan.replay import durations, least_step, step_seconds
@@ -161,9 +162,19 @@ class WorkOut:
         return dealt_cuts(units[0], units[-1] + 1 - units[0], len(numbers) - units[-1] - 1, shape.pp, shape.num_chunks)[:_NUM_DEALT]
 
     def result(self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], best_s: float = float("inf"), *, is_bent: bool = False) -> Result:
-        """Stages that begin at blocks `starts`, priced and weighed."""
+        """Stages that begin at blocks `starts`, priced and weighed; values between them in pieces or whole, as is faster."""
+        best: Result | None = None
+        for loads in work.ways(starts, self.shapes.step(shape, storing).stage_ranks):
+            limit_s = best_s if best is None or not best.fits else min(best_s, best.step_s)
+            found = self._weighed(shape, storing, work, starts, loads, limit_s, is_bent=is_bent)
+            best = found if best is None or (not found.fits, found.step_s) < (not best.fits, best.step_s) else best
+        assert best is not None, "there is always a way"
+        return best
+
+    def _weighed(
+        self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], loads: tuple[StageLoad, ...], best_s: float, *, is_bent: bool
+    ) -> Result:
         step = self.shapes.step(shape, storing)
-        loads = work.stage_loads(starts, step.stage_ranks)
         times = tuple(durations(load, step, self.shapes.pricer) for load in loads)
         held = by_rank(memories(loads, step), step.stage_ranks)
         fullest = max(range(len(held)), key=lambda j: held[j].total)

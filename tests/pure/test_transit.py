@@ -70,10 +70,9 @@ def test_a_piece_is_sent_by_each_rank_and_gathered_at_both_ends() -> None:
         assert pieces[rank]["all_gather", "tp", phase] - plain[rank].get(("all_gather", "tp", phase), 0) == 4 * whole
 
 
-def test_pieces_are_taken_where_they_are_faster_alone() -> None:
+def test_pieces_are_taken_only_where_they_make_a_step_faster() -> None:
     apart = dict(pp=2, tp=2, sequence_parallel=False, micro_batch_size=2)
     assert not any(stage.gathers for stage in planned(FlatPrices(), schedule="1f1b", **apart)[0].stages)  # a gather costs as much as half a send
-    assert not any(stage.gathers for stage in planned(SlowSends(), schedule="gpipe", **apart)[0].stages)
     split = planned(SlowSends(), pp=2, tp=2, sequence_parallel=True, micro_batch_size=2, schedule="1f1b")[0]
     assert all(t.pieces is None and t.spec.shape == (2, 32, 256) for t in boundary(split))
 
