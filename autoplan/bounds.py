@@ -69,7 +69,7 @@ class Least:
     repeated_s: float = 0.0  # what selective recomputation repeats
     kept_bytes: int = 0  # and keeps beside what enters
     repeated_bytes: int = 0  # and makes again, of `saved_bytes`
-    leave_bytes: int = 0  # of values with a gradient that other blocks read
+    leave_bytes: int = 0  # of values with a gradient that other blocks read, one rank's part
 
     def again_s(self, recompute: str) -> float:
         return {"none": 0.0, "selective": self.repeated_s, "full": self.forward_s}[recompute] if self.is_recomputed else 0.0
@@ -100,9 +100,10 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[
         entering, leaving = [], []
         for boundary in boundaries:
             enters, leaves = outline.boundary_of(number, boundary)
-            for sizes_of, given in ((entering, enters.items()), (leaving, [pair for pair in leaves if pair[0] in outline.crossing])):
-                kept = ((name, layout) for name, layout in given if outline.graph.values[name].requires_grad)
-                sizes_of.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
+            kept = ((name, layout) for name, layout in enters.items() if outline.graph.values[name].requires_grad)
+            entering.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
+            sent = (name for name, _ in leaves if name in outline.crossing and outline.graph.values[name].requires_grad)
+            leaving.append(sum(local.num_bytes(name) // local.degree for name in sent))  # whole ones may cross in pieces
         found[pattern] = Least(
             outline.counts[pattern],
             outline.is_recomputed(pattern),
