@@ -84,6 +84,8 @@ def _check(program: Program) -> None:
     if program.sync != "allreduce" or program.delay:
         what = f"sync={program.sync!r}" if program.sync != "allreduce" else f"delay={program.delay}"
         raise ValueError(f"{what} works beside the step, which paced devices do not: plan with sync='allreduce' and delay=0")
+    if program.meshes:
+        raise ValueError("stages with meshes of their own send pieces, whose times paced devices do not know: plan with one mesh")
     for axis in ("cp", "ep"):
         if dict(program.axes).get(axis, 1) > 1:
             raise ValueError(f"paced devices do not know the messages of axis {axis!r}: plan with {axis}=1")

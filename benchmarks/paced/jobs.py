@@ -72,7 +72,7 @@ class Ranks:
         for worker in self.workers:
             worker.start()
 
-    def measure(self, plan: Plan, jobs: Sequence[Job], num_steps: int = 1, most_steps: int = 3) -> Measured:
+    def measure(self, plan: Plan, jobs: Sequence[Job], num_steps: int = 1, most_steps: int = 5) -> Measured:
         """Run steps of a plan until `num_steps` were not disturbed, `most_steps` in all. Raises RuntimeError with the first error of a rank."""
         number, self._number = self._number, self._number + 1
         for rank, job in enumerate(jobs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import yaml
 from autoplan import Constraints, capture, find_plan
 from autoplan.clusterprices import prices_of
 from autoplan.models import MLP
+from autoplan.pacing import PricedLinks
 from costmodel.cluster import Cluster
 from costmodel.forms import ClusterFileError
 from costmodel.opkey import Collective, OpKey, RankGroup
 from costmodel.paced import PacedPrices
+from runtime.code import Code
+from runtime.mesh import build_mesh
+from runtime.paced import Pace, paced
+from runtime.program import Program
 
 LAB: dict[str, Any] = {
     "name": "lab",
@@ -135,3 +141,12 @@ def test_with_a_straggler_no_fixed_mesh_is_better_than_the_free_plan(tmp_path: P
     for fixed in (dict(pp=4), dict(pp=2, dp=2), dict(dp=4)):
         plan = find_plan(graph, None, found, Constraints(**fixed), optimizer="sgd", prices=prices)
         assert free.forecast.step_time_s <= plan.forecast.step_time_s * 1.03, fixed
+
+
+@pytest.mark.parametrize("changes", [{"sync": "ps"}, {"delay": 1}, {"axes": (("pp", 1), ("dp", 1), ("cp", 2))}])
+def test_what_has_no_pace_is_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+    devices, program = cluster(tmp_path).paced, Program((("pp", 1), ("dp", 2)), 1, (0,), (), "gpipe", ((), ()), None, (), (), 0, None, 8)
+    assert devices is not None
+    code = Code(replace(program, **changes), {}, {}, {}, None, {}, ())
+    with pytest.raises(ValueError, match="plan with"):
+        paced(code, Pace({}, PricedLinks(PacedPrices(devices), program.axes)), build_mesh((("pp", 1),)))
