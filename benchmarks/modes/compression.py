@@ -73,6 +73,14 @@ def predicted_s(plan: autoplan.Plan) -> float:
     return max(FORWARD_S + BACKWARD_S + sum(s for _, _, s in events) - late_s, late_s)
 
 
+def beside_s(timeline: Any) -> float:
+    """Seconds of rank 0's sums that lie under its passes in the measured timeline of the last step."""
+    own = [e for e in timeline.events if e.rank == 0]
+    sums = [(e.start_s, e.end_s) for e in own if e.stream == "dp" and e.kind == "reduce"]
+    passes = [(e.start_s, e.end_s) for e in own if e.kind in ("forward", "backward")]
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in sums for b in passes)
+
+
 def sent_bytes(plan: autoplan.Plan, world: int) -> float:
     """Bytes on the wire that one rank sends for its gradients."""
     share = {"all_reduce": 2.0, "all_to_all": 1 / world}
@@ -98,10 +106,10 @@ def _rank(rank: int, world: int, folder: str, options: argparse.Namespace) -> No
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start_s)
-        steady = sorted(times[2:])
+        steady, timeline = sorted(times[2:]), pm.timeline
         if rank == 0:
             row = {"mode": name, "step_s": round(steady[len(steady) // 2], 3), "predicted_s": round(predicted_s(pm.plan), 3)}
-            print(json.dumps(row | {"sent_bytes": round(sent_bytes(pm.plan, world))}), flush=True)
+            print(json.dumps(row | {"beside_passes_s": round(beside_s(timeline), 3), "sent_bytes": round(sent_bytes(pm.plan, world))}), flush=True)
         pm.drain()
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,32 @@ def _late(setup: Setup, num_steps: int) -> None:
     assert not late.drain()
 
 
+def _beside() -> None:
+    """The measured timeline shows the sum of a step under the passes of the next, and without delay after its own."""
+    for delay in (0, 1):
+        executor, _ = make_executor(Setup(dp=2, delay=delay, num_micro_batches=1))
+        bodies = executor.code.bodies
+        bodies.update({key: _after_a_rest(0.2, body) for key, body in bodies.items()})
+        if executor.reducer is not None:
+            executor.reducer._sums = _after_a_rest(0.05, executor.reducer._sums)
+        for step in range(2):
+            executor.step(batch_of(step, 8))
+        recorder = executor.mesh.recorder
+        passes = [r for r in recorder.ran if r.kind in ("F", "B")]
+        sums = [s for s in recorder.sent if s.axis == "dp" and s.phase == "reduce" and s.num_bytes > 1000]
+        assert sums and passes
+        start_s, end_s = min(p.start_s for p in passes), max(p.end_s for p in passes)
+        assert all((start_s < s.end_s < end_s) == bool(delay) and (s.start_s >= end_s) == (not delay) for s in sums), (delay, start_s, end_s, sums)
+
+
+def _after_a_rest(seconds: float, work: Any) -> Any:
+    def rested(*args: Any) -> Any:
+        time.sleep(seconds)
+        return work(*args)
+
+    return rested
+
+
 def _skipped_and_clipped() -> None:
     """A step that is not finite changes no residual and nothing that is pending; clipping acts on the sum."""
     executor, _ = make_executor(Setup(dp=2, compression="1bit", delay=1, num_micro_batches=1))
@@ -220,6 +247,7 @@ RESUMED = [
 def _two_ranks(folder: str) -> list[dict[str, torch.Tensor]]:
     _late(Setup(dp=2), 4)
     _late(Setup(dp=2, zero=2, compression="1bit", num_micro_batches=1), 4)
+    _beside()
     _skipped_and_clipped()
     return [_saved_and_resumed(folder, setup) for setup in RESUMED]
 
@@ -319,7 +347,15 @@ def _descend(*, forgets: bool = False, **mode: Any) -> float:
         if forgets:
             assert pm.executor.reducer is not None and pm.executor.reducer.residuals is not None
             pm.executor.reducer.residuals.clear()
+    _check_residuals(pm)
     return loss
+
+
+def _check_residuals(pm: autoplan.ParallelModel) -> None:
+    """What is kept back takes as many bytes as the plan says."""
+    reducer, planned = pm.executor.reducer, pm.plan.forecast.stages[0].memory.residuals
+    kept = 0 if reducer is None or reducer.residuals is None else sum(r.nbytes for r in (*reducer.residuals.own, *reducer.residuals.owned))
+    assert kept == planned and (kept > 0) == bool(pm.plan.compression), (kept, planned)
 
 
 def _adam(folder: str) -> float:
@@ -400,6 +436,7 @@ def _excess(*, forgets: bool = False, num_steps: int = 300, **mode: Any) -> floa
         if forgets:
             assert pm.executor.reducer is not None and pm.executor.reducer.residuals is not None
             pm.executor.reducer.residuals.clear()
+    _check_residuals(pm)
     least = torch.linalg.lstsq(rows["x"], rows["y"]).solution
     return pm.evaluate(rows).item() - float(((rows["x"] @ least - rows["y"]) ** 2).sum(1).mean())
 

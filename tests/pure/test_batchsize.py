@@ -111,3 +111,10 @@ def test_sizes_of_a_plan_divide_and_their_throughput_comes_from_the_planner():
     assert all(trial.rows_per_s > 0 for trial in decision.trials)
     after = list(pm.parameters()), [v["sum"] for v in optimizer.state.values()]
     assert all(torch.equal(a, b) for kind in (0, 1) for a, b in zip(before[kind], after[kind], strict=True))
+
+
+def test_an_asynchronous_run_has_no_state_to_come_back_to():
+    pm = autoplan.parallelize(Line(), rows(1, 16), cluster="cpu:1x1", constraints=autoplan.Constraints(sync="async"))
+    with pytest.raises(autoplan.UsageError, match="asynchronous servers keep weights of their own"):
+        autoplan.batch_size_schedule(pm, pm.optimizer(torch.optim.SGD, lr=0.1), batches, rows(2, 16), sizes=(16, 32))
+    pm.finish()
