@@ -13,6 +13,7 @@ from autoplan.plan import Plan
 from runtime.executor import Executor
 from runtime.mesh import Mesh, build_mesh
 from runtime.program import Program
+from runtime.traffic import is_split_backward
 
 
 def check_move(old: Plan, new: Plan, executor: Executor, optimizer: torch.optim.Optimizer | None) -> None:
@@ -39,7 +40,7 @@ def rests_alike(before: tuple[Program, ...], after: tuple[Program, ...]) -> bool
         for stage in (stage for program in programs for stage in program.stages):
             tensors = tuple(stored for stored in stage.stored if stored.kind != "constant")
             stages.append((stage.index, tensors, tuple(block.name for block in stage.bodies[0].blocks)))
-        return [[program.axes for program in programs], first.stage_ranks, first.zero, first.zero_group, first.schedule in ("zb", "zbv"), stages]
+        return [[program.axes for program in programs], first.stage_ranks, first.zero, first.zero_group, is_split_backward(first), stages]
 
     return kept(before) == kept(after)
 

@@ -37,6 +37,7 @@ from costmodel.cluster import Cluster
 from costmodel.detect import detect
 from costmodel.prices import Prices
 from costmodel.scaled import ScaledPrices
+from runtime.collective import everyone
 from runtime.record import Recorder
 
 Cost = Callable[[Plan, int], float]  # (plan of the slot, bytes that it moved) -> cost of the slot
@@ -112,7 +113,7 @@ class OnlinePlanner:
     def after_step(self) -> Change | None:
         """Look at the step that has ended; change the plan where that pays. Gradients have to be cleared. Every rank calls it."""
         model = self._model
-        busy = _exchanged(own_seconds(model.executor.mesh.recorder), model.executor.mesh.device, self._world)
+        busy = everyone(model.executor.mesh.world, own_seconds(model.executor.mesh.recorder))
         expected = self._expected_s(model.plan)
         if min(busy) > 0.0 and min(expected) > 0.0:
             self._drift = self._drift.after([e / b for e, b in zip(expected, busy, strict=True)])
@@ -129,7 +130,7 @@ class OnlinePlanner:
             at = operator_seconds(programs, classes, graph, self._prices, precision_left(graph, plan.precision))
             axes = self._model.executor.mesh.axes
             own = at[axes["pp"].index if "pp" in axes else 0, axes["dp"].index if "dp" in axes else 0]
-            self._expected = (plan, tuple(_exchanged(own, self._model.executor.mesh.device, self._world)))
+            self._expected = (plan, tuple(everyone(self._model.executor.mesh.world, own)))
         return self._expected[1]
 
     def _decide(self) -> Change | None:
@@ -177,10 +178,13 @@ class OnlinePlanner:
         graph = self._model.graph
         if rests_alike(lower(now, graph), lower(plan, graph)):
             return 0
-        parameters = sum(math.prod(v.spec.shape) * torch.finfo(getattr(torch, graph.at_rest(v.name))).bits // 8 for v in graph.parameters())
+        parameters, buffers = (
+            sum(math.prod(v.spec.shape) * getattr(torch, graph.at_rest(v.name)).itemsize for v in graph.values.values() if v.kind == kind)
+            for kind in ("parameter", "buffer")
+        )
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         copies = max((sum(1 for value in state.values() if isinstance(value, torch.Tensor) and value.dim()) for state in states), default=0)
-        return parameters * (1 + copies)
+        return parameters * (1 + copies) + buffers
 
 
 def own_seconds(recorder: Recorder) -> float:
@@ -188,12 +192,3 @@ def own_seconds(recorder: Recorder) -> float:
     passes = sum(r.end_s - r.start_s for r in recorder.ran if r.kind in ("F", "B", "BI", "BW"))
     inside = sum(s.end_s - s.start_s for s in recorder.sent if s.axis != "pp" and s.phase in ("forward", "backward"))
     return max(0.0, passes - inside)
-
-
-def _exchanged(own: float, device: torch.device, world_size: int) -> list[float]:
-    """Every rank's number."""
-    if world_size == 1:
-        return [own]
-    everyone = [torch.zeros(1, dtype=torch.float64, device=device) for _ in range(world_size)]
-    dist.all_gather(everyone, torch.tensor([own], dtype=torch.float64, device=device))
-    return [value.item() for value in everyone]

@@ -37,7 +37,7 @@ from runtime.state import collect, load
 from runtime.storage import Dense, Resident, Storage, materialise
 from runtime.stripes import reduces_itself
 from runtime.tied import sum_tied
-from runtime.traffic import with_gradients
+from runtime.traffic import is_split_backward, with_gradients
 from runtime.verdict import guarded, told, warn_of_skipped
 from runtime.workers import Worker
 
@@ -71,14 +71,14 @@ class Executor:
         self.num_steps = 0
         self.loss_scale = loss_scale
         self.step_was_skipped = False
-        if backend is not None and program.schedule in ("zb", "zbv"):
+        if backend is not None and is_split_backward(program):
             raise ScheduleError(f"schedule {program.schedule!r} splits the backward pass, which torch.compile makes one: choose 1f1b, gpipe or interleaved")
         self._random_by_element = random_by_element
         self._saving: Saving | None = None
         self._backend, self._pacer = backend, pacer
         self.pace: Pace | None = None  # of the present program, where the device is paced
         self._codes: list[Code] = []
-        is_split, served_by, is_own = program.schedule in ("zb", "zbv"), servers_of(program), reduces_itself(program)
+        is_split, served_by, is_own = is_split_backward(program), servers_of(program), reduces_itself(program)
         self.storages: dict[int, Storage] = {
             s.index: materialise(s, dense, mesh, zero=program.zero, is_split_backward=is_split, is_served=bool(served_by), keeps_whole_grads=is_own)
             for s in program.stages
