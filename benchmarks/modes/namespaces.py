@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,10 @@ def hosts(count: int) -> Iterator[list[str]]:
         yield names
     finally:
         for name in reversed(made):
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in map(int, pids):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
@@ -121,9 +125,7 @@ def launch(names: list[str], cluster: Path, output: Path, timeout_s: float) -> l
                 raise RuntimeError(f"torchrun failed:\n{text[-4000:]}")
     finally:
         for agent in agents:
-            if agent.poll() is None:
-                agent.terminate()
-                agent.wait(20)
+            agent.terminate()  # what is left in the namespaces ends with them
     return json.loads(output.read_text())
 
 
@@ -211,6 +213,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4))
     parser.add_argument("--rates", default="10000,20", help="of the throttled link, Mbit/s")
     parser.add_argument("--json", type=Path, help="write the tables here")
+    parser.add_argument("--timeout-s", type=float, default=400.0, help="for all plans at one rate")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     tables: dict[str, Any] = {}
@@ -218,7 +221,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, hosts(options.hosts) as names:
             for rate in map(int, options.rates.split(",")):
                 throttle(names, rate)
-                rows = launch(names, cluster_file(Path(folder), options.hosts, rate), Path(folder) / f"{rate}.json", 400)
+                rows = launch(names, cluster_file(Path(folder), options.hosts, rate), Path(folder) / f"{rate}.json", options.timeout_s)
                 tables[str(rate)] = rows
                 print(f"\n{options.hosts} hosts, the last one behind {rate} Mbit/s")
                 print(f"{'':20}{'predicted':>12}{'measured':>12}   plan")
