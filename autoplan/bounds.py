@@ -48,6 +48,7 @@ from autoplan.price import Pricer, axis_group, itemsize
 from autoplan.problem import Budget, Item
 from autoplan.replay import Step
 from autoplan.slots import Block, Slots, slots_of
+from autoplan.transit import AXIS
 from costmodel.memory import Widths
 from costmodel.opkey import RankGroup
 
@@ -230,7 +231,7 @@ class Bounds:
         return gather_s, reduce_s if is_trained else 0.0  # the replay spreads what is trained over all units
 
     def _sent_s(self, blocks: Mapping[str, Least], step: Step) -> float:
-        """Seconds of the least transfer between stages on different ranks."""
+        """Seconds of the least transfer between stages on different ranks, whole or in pieces (autoplan/transit.py)."""
         p = step.num_ranks
         graph = self.outline.graph
         num_bytes = min((blocks[graph.blocks[number].pattern].leave_bytes for number in self.outline.blocks[:-1]), default=0)
@@ -238,7 +239,13 @@ class Bounds:
             return 0.0
         apart = dict.fromkeys(abs(a - b) for a, b in itertools.pairwise(step.stage_ranks) if a != b)
         line = axis_group(step.axes, "pp")
-        return min(self.pricer.collective("send", num_bytes, RankGroup(2, line.stride * distance, 0, line.stride)) for distance in apart)
+        links = [RankGroup(2, line.stride * distance, 0, line.stride) for distance in apart]
+        whole_s = min(self.pricer.collective("send", num_bytes, link) for link in links)
+        tensor = axis_group(step.axes, AXIS)
+        if tensor.size == 1:
+            return whole_s
+        piece_s = min(self.pricer.collective("send", num_bytes // tensor.size, link) for link in links)
+        return min(whole_s, piece_s + self.pricer.collective("all_gather", num_bytes, tensor))
 
     def _chains(self, blocks: Mapping[str, Least], slots: Slots, step: Step, caps: np.ndarray, base_s: float, moved: float) -> float:
         """Chains of one stage a rank: `base_s` and what the stages' own blocks add; `moved`: whether what moves beside a last backward counts."""

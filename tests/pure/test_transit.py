@@ -34,6 +34,7 @@ class SlowSends(FlatPrices):
 def planned(prices: FlatPrices, **fixed) -> tuple[Plan, Searcher, Result]:
     searcher = Searcher(Task(GRAPH, Cluster.parse("a100-sxm-80gb:1x4"), prices, Constraints(**fixed), "adamw", None, None))
     outcome = searcher.run()
+    assert outcome.bounds[outcome.best().shape] <= outcome.best().step_s * (1 + 1e-9)
     return plan_of(outcome.best(), searcher, outcome), searcher, outcome.best()
 
 
