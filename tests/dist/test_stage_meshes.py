@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 import autoplan
+from autoplan.agreement import from_first_rank
 from autoplan.frontend import capture
+from autoplan.graph import Graph
+from autoplan.plan import Plan
 from tests.dist.launch import run_ranks
 from tests.dist.parity import Case, Held, count_flops, held_by, loss_of, relative_errors, run_cases
 from tests.plans import manual_plan, random_splits
@@ -131,8 +134,7 @@ def given(cases: list[tuple[str, dict[str, Any], tuple[tuple[int, int], ...]]]) 
         model, batch = ZOO[name]()
         model, plain = model.double(), copy.deepcopy(model).double()
         graph = capture(model, batch, check=False)
-        found = autoplan.find_plan(graph, cluster="cpu:1x4", constraints=autoplan.Constraints(**constraints))
-        plan = autoplan.give_meshes(found, graph, tuple(mesh(*each) for each in meshes), "cpu:1x4")
+        plan = from_first_rank(lambda: _given(graph, constraints, meshes))
         pm = autoplan.parallelize(model, batch, plan=plan)
         with count_flops() as counter:
             pm.forward_backward(batch)
@@ -140,6 +142,11 @@ def given(cases: list[tuple[str, dict[str, Any], tuple[tuple[int, int], ...]]]) 
         grads = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
         rows.append((*relative_errors(pm.full_grads(), grads), held_by(pm, counter.get_total_flops())))
     return rows
+
+
+def _given(graph: Graph, constraints: dict[str, Any], meshes: tuple[tuple[int, int], ...]) -> Plan:
+    found = autoplan.find_plan(graph, cluster="cpu:1x4", constraints=autoplan.Constraints(**constraints))
+    return autoplan.give_meshes(found, graph, tuple(mesh(*each) for each in meshes), "cpu:1x4")
 
 
 @pytest.mark.slow
