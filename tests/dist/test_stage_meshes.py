@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,14 @@ def given(cases: list[tuple[str, dict[str, Any], tuple[tuple[int, int], ...]]]) 
         model, batch = ZOO[name]()
         model, plain = model.double(), copy.deepcopy(model).double()
         graph = capture(model, batch, check=False)
-        plan = from_first_rank(lambda: _given(graph, constraints, meshes))
+        plan = from_first_rank(partial(_given, graph, constraints, meshes))
         pm = autoplan.parallelize(model, batch, plan=plan)
         with count_flops() as counter:
             pm.forward_backward(batch)
+        held = held_by(pm, counter.get_total_flops())
         loss_of(plain, batch).backward()
         grads = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
-        rows.append((*relative_errors(pm.full_grads(), grads), held_by(pm, counter.get_total_flops())))
+        rows.append((*relative_errors(pm.full_grads(), grads), held))
     return rows
 
 
