@@ -60,8 +60,8 @@ class Decoder(nn.Module):
 
 def decoder(layers: int, rows: int, length: int) -> Graph:
     with torch.device("meta"):
-        batch = {name: torch.empty(rows, length, dtype=torch.int64) for name in ("ids", "labels")}
-        return autoplan.capture(Decoder(layers), batch, precision="bf16")
+        model, batch = Decoder(layers), {name: torch.empty(rows, length, dtype=torch.int64) for name in ("ids", "labels")}
+    return autoplan.capture(model, batch, precision="bf16")
 
 
 def experts(layers: int, rows: int, length: int) -> Graph:
@@ -69,7 +69,7 @@ def experts(layers: int, rows: int, length: int) -> Graph:
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config).train()
         batch = {name: torch.empty(rows, length, dtype=torch.int64) for name in ("input_ids", "labels")}
-        return autoplan.capture(model, batch, precision="bf16")
+    return autoplan.capture(model, batch, precision="bf16")
 
 
 def told(graph: Graph, cluster: str, **fixed: int) -> str:
