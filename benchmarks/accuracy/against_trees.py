@@ -1,9 +1,9 @@
 """This cost model against boosted trees (trees.py): the same rows to fit on, step-time MAPE, mean over sources.
 
-python benchmarks/accuracy/against_trees.py ROWS... [--seeds 5]
+python benchmarks/accuracy/against_trees.py ROWS... [--seeds 0]
 
-Draws: a tenth of every source's rows, as robustness.py; unlisted rows are predicted. Larger: fitted on the rows of fit_rows.json with at most 128
-GPUs, tested on all rows with 256 and more; trees also on all rows with at most 128 GPUs.
+Listed: fitted on the rows of fit_rows.json (the constants that ship), tested on all others. Larger: fitted on those of them with at most 128
+GPUs, tested on all rows with 256 and more; trees also on all rows with at most 128 GPUs. Draws: fitted on a tenth of every source's rows, as robustness.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.accuracy.predict import Rows, read, refit, seconds, timed  # noq
 from benchmarks.accuracy.record import Run  # noqa: E402
 from benchmarks.accuracy.robustness import chosen, drawn  # noqa: E402
 from benchmarks.accuracy.trees import Boosted  # noqa: E402
-from costmodel.calibration import priors  # noqa: E402
+from costmodel.calibration import Calibration, load, priors  # noqa: E402
 
 SMALL, LARGE = 128, 256
 Predictor = Callable[[Sequence[Run]], Sequence[float]]
@@ -31,7 +31,11 @@ Predictor = Callable[[Sequence[Run]], Sequence[float]]
 
 def ours(rows: Mapping[str, Rows]) -> Predictor:
     """This cost model with constants fitted on `rows`."""
-    calibration = refit(rows, priors())
+    return with_constants(refit(rows, priors()))
+
+
+def with_constants(calibration: Calibration) -> Predictor:
+    """This cost model under a calibration."""
     return lambda runs: [seconds(run, calibration) for run in runs]
 
 
@@ -44,9 +48,15 @@ def errors(predict: Predictor, tested: Sequence[Sample]) -> dict[str, float]:
     return found | {"mean": statistics.mean(found.values())}
 
 
-def rivals(rows: Mapping[str, Rows]) -> dict[str, Predictor]:
-    """All predictors fitted on the same rows."""
-    return {"this model": ours(rows), "trees": Boosted.fit(timed(rows), False).seconds, "trees on the ideal": Boosted.fit(timed(rows), True).seconds}
+def trees(rows: Mapping[str, Rows]) -> dict[str, Predictor]:
+    """Trees fitted on `rows`: on seconds, and on seconds relative to the ideal."""
+    return {"trees": Boosted.fit(timed(rows), ideal=False).seconds, "trees on the ideal": Boosted.fit(timed(rows), ideal=True).seconds}
+
+
+def unknown(samples: Sequence[Sample], rows: Mapping[str, Rows]) -> list[Sample]:
+    """Samples that are not among `rows`."""
+    known = {row["row_id"] for records in rows.values() for row in records}
+    return [sample for sample in samples if sample.run.row_id not in known]
 
 
 def limited(rows: Mapping[str, Rows], most: int) -> dict[str, Rows]:
@@ -66,23 +76,23 @@ def report(title: str, found: Mapping[str, Mapping[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", type=Path)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=0)
     options = parser.parse_args()
     rows = read(options.rows)
-    everything = timed(rows)
+    everything, listed = timed(rows), chosen(rows)
+    found = {"this model": with_constants(load())} | trees(listed)
+    report("fitted on the listed rows, tested on the others", {name: errors(predict, unknown(everything, listed)) for name, predict in found.items()})
+    small, large = limited(listed, SMALL), [s for s in everything if s.run.cluster.num_devices >= LARGE]
+    found = {"this model": ours(small)} | trees(small) | {"trees on all small rows": trees(limited(rows, SMALL))["trees on the ideal"]}
+    report(f"fitted on at most {SMALL} GPUs, tested on {LARGE} and more ({len(large)} rows)", {name: errors(predict, large) for name, predict in found.items()})
     runs: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         fitted = drawn(rows, seed)
-        known = {s.run.row_id for s in timed(fitted)}
-        for name, predict in rivals(fitted).items():
-            runs.setdefault(name, []).append(errors(predict, [s for s in everything if s.run.row_id not in known]))
-    report(
-        f"rows not fitted on, means over {options.seeds} draws",
-        {name: {k: statistics.mean(f[k] for f in found if k in f) for k in found[0]} for name, found in runs.items()},
-    )
-    small, large = limited(chosen(rows), SMALL), [s for s in everything if s.run.cluster.num_devices >= LARGE]
-    found = rivals(small) | {"trees on all small rows": Boosted.fit(timed(limited(rows, SMALL)), True).seconds}
-    report(f"fitted on at most {SMALL} GPUs, tested on {LARGE} and more ({len(large)} rows)", {name: errors(predict, large) for name, predict in found.items()})
+        for name, predict in ({"this model": ours(fitted)} | trees(fitted)).items():
+            runs.setdefault(name, []).append(errors(predict, unknown(everything, fitted)))
+    if runs:
+        means = {name: {k: statistics.mean(f[k] for f in found if k in f) for k in found[0]} for name, found in runs.items()}
+        report(f"fitted on a tenth, tested on the others, means over {options.seeds} draws", means)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How much the scores depend on the rows that the constants are fitted on.
 
-python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out]
+python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out [SOURCE...]]
 
 For each seed a tenth of every source's rows, at least one, is drawn at random, the constants are fitted on them from priors.json, and all rows are
-predicted. Printed: the means over the seeds. --left-out: for each source, constants fitted on the rows of fit_rows.json of all other sources.
+predicted. Printed: the means over the seeds. --left-out: for each source (or those named), constants fitted on the rows of fit_rows.json of all others.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--left-out", action="store_true")
+    parser.add_argument("--left-out", nargs="*")
     options = parser.parse_args()
     rows = read(options.rows)
-    if options.left_out:
-        picked = chosen(rows)
-        found = {s: scores({s: rows[s]}, refit({o: r for o, r in picked.items() if o != s}, priors()))[s] for s in rows}
-        print(table(found))
+    if options.left_out is not None:
+        picked, found = chosen(rows), {}
+        for source in options.left_out or rows:
+            found[source] = scores({source: rows[source]}, refit({o: r for o, r in picked.items() if o != source}, priors()))[source]
+            print(table({source: found[source]}).splitlines()[1], flush=True)
+        print(table(found).splitlines()[-1])
         return
     runs = [scores(rows, refit(drawn(rows, seed), priors())) for seed in range(options.seeds)]
     for seed, run in enumerate(runs):
