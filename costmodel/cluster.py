@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,8 +130,22 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """Number of the node of a rank, counted over the whole cluster."""
-        group, start = self.group_of(rank)
-        return sum(g.num_nodes for g in self.groups[: self.groups.index(group)]) + (rank - start) // group.devices_per_node
+        nodes = start = 0
+        for group in self.groups:
+            if rank < start + group.num_devices:
+                return nodes + (rank - start) // group.devices_per_node
+            nodes, start = nodes + group.num_nodes, start + group.num_devices
+        raise ValueError(f"rank {rank} of a cluster of {self.num_devices} devices")
+
+    def parts(self, ranks: RankGroup) -> tuple[RankGroup, ...]:
+        """The ranks of a group that each node group holds, as groups of their own; node groups that hold none are left out."""
+        found, start, end = [], 0, ranks.start + ranks.size * ranks.stride
+        for group in self.groups:
+            first = ranks.start + max(0, -(-(start - ranks.start) // ranks.stride)) * ranks.stride
+            start += group.num_devices
+            if size := len(range(first, min(start, end), ranks.stride)):
+                found.append(replace(ranks, size=size, start=first))
+        return tuple(found)
 
     def tiers_within(self, ranks: RankGroup) -> tuple[Tier, ...]:
         """Tiers that a group of ranks needs, innermost first: up to the first that joins all of them."""

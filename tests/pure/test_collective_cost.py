@@ -92,3 +92,29 @@ def test_prices_are_finite_and_grow_with_the_message(kind: CollectiveKind, num_b
 
 def test_one_rank_talks_to_nobody() -> None:
     assert seconds("all_reduce", MB, RankGroup(1), cluster(1, 4)) == 0
+
+
+def hosts(kind: str, *sizes: int) -> Cluster:
+    """Hosts of one device, `sizes` of them on a switch of 100 GB/s each, the switches joined by links of 10 GB/s."""
+    device = Device("x", kind, 2**34, 1e12, (("float32", 1e13),))
+    groups = tuple(NodeGroup(device, n, 1, (Tier("switch", n, 1, 0.0, 100e9),)) for n in sizes)
+    return Cluster("x", groups, fabric=Tier("between", sum(sizes), 1, 0.0, 10e9))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 1), (1, 1, 2)])
+def test_where_switches_hold_unequal_numbers_the_lone_port_decides(sizes: tuple[int, ...]) -> None:
+    p = sum(sizes)
+    ring = seconds("all_reduce", 60 * MB, RankGroup(p), hosts("cpu", *sizes))
+    assert ring == pytest.approx(2 * (p - 1) / p * 60 * MB / 10e9)
+    assert seconds("all_gather", 60 * MB, RankGroup(p), hosts("cuda", *sizes)) <= ring
+
+
+def test_pairs_of_hosts_leave_by_two_ports() -> None:
+    assert seconds("all_to_all", 60 * MB, RankGroup(4), hosts("cuda", 2, 2)) == pytest.approx(2 * 2 / 4 * 60 * MB / 20e9)
+
+
+def test_nodes_of_equal_groups_are_different_nodes_and_parts_hold_their_ranks() -> None:
+    on = hosts("cpu", 2, 2)
+    assert [on.node_of(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert on.parts(RankGroup(2, stride=3)) == (RankGroup(1, 3, 0), RankGroup(1, 3, 3))
+    assert on.parts(RankGroup(2, start=2)) == (RankGroup(2, start=2),)
