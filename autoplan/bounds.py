@@ -18,15 +18,18 @@ all parameters and to reduce all gradients over the ranks that share states, eve
                                    V: W and sends, or the first forwards with what they gather and B (autoplan/slots.py)
     T >= V + (m-1) w_j             GPipe: all forwards, then all backwards
 
-The last two bind the commonest pattern: N blocks, of which stage j has a whole number n_j <= cap_j, so that the least t with
+The last two bind the commonest pattern: N blocks, of which stage j has a whole number n_j <= cap_j (autoplan/room.py), so that the least t with
 sum of min(floor(t / g_j), cap_j) >= N is added to V; g_j = k w + (m - 1 - k) b of one block, beside the first and the last block where they must
-be. Memory gives the caps: a stage keeps the states of its blocks, divided over all that can divide them, and of every micro-batch it holds what every
-option saves, or what enters the blocks if they are recomputed. A way of storing without room for all blocks is no plan; infinity says that none is.
+be. A way of storing without room for all blocks is no plan; infinity says that none is.
+
+All but m * (heaviest block) and X / n hold because each block waits for the one before it. Where the graph is no chain, they are those of its spine's
+blocks alone (autoplan/spine.py): a stage is at least what it has of them. With h blocks off the spine, at least n - h stages are on it.
 
 Where a rank has several stages (interleaved, ZB-V) or the backward pass is split, p ranks: rank r is never busy before the forwards,
 nor (backward passes in one) after the backwards, of the r stages before its first, which hold the first r blocks at least. Their
 seconds a_r, in order, give  T >= (X + sum of a_r) / p,  some rank has N / p of the commonest blocks, rounded up, and the schedule's order gives more
-(autoplan/paths.py).
+(autoplan/paths.py);
+where the graph is no chain, only what does not name an order: X / p and whole blocks.
 """
 
 from __future__ import annotations
@@ -34,110 +37,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from autoplan import paths
-from autoplan.choose import Boundary, Chooser, Outline
-from autoplan.gridprices import weight_parts
-from autoplan.holding import least_held, moments
-from autoplan.layout import Split
+from autoplan.choose import Outline
+from autoplan.holding import least_held
+from autoplan.least import Least, main_of
 from autoplan.load import BUCKET_BYTES
-from autoplan.price import Pricer, axis_group, itemsize
-from autoplan.problem import Budget, Item
+from autoplan.price import Pricer, axis_group
 from autoplan.replay import Step
+from autoplan.room import Counts, Room
 from autoplan.slots import Block, Slots, slots_of
+from autoplan.spine import spine_of
 from autoplan.transit import AXIS
 from costmodel.memory import Widths
 from costmodel.opkey import RankGroup
 
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """What one block of a pattern takes at least, whatever its options. `seconds` of one micro-batch."""
-
-    count: int
-    is_recomputed: bool  # where recomputation is full
-    seconds: float
-    forward_s: float
-    backward_s: float
-    num_elements: int
-    num_trained: int
-    saved_bytes: int
-    enter_bytes: int
-    weights_s: float = 0.0  # of `backward_s`, what a split backward pass may put off, at most
-    repeated_s: float = 0.0  # what selective recomputation repeats
-    kept_bytes: int = 0  # and keeps beside what enters
-    repeated_bytes: int = 0  # and makes again, of `saved_bytes`
-    leave_bytes: int = 0  # of values with a gradient that other blocks read, one rank's part
-
-    def again_s(self, recompute: str) -> float:
-        return {"none": 0.0, "selective": self.repeated_s, "full": self.forward_s}[recompute] if self.is_recomputed else 0.0
-
-    def held_bytes(self, recompute: str) -> int:
-        if recompute == "none" or not self.is_recomputed:
-            return self.saved_bytes
-        return self.enter_bytes + (self.kept_bytes if recompute == "selective" else 0)
-
-    def transient_bytes(self, recompute: str) -> int:
-        """What a recomputed block makes again at once."""
-        if recompute == "none" or not self.is_recomputed:
-            return 0
-        return self.repeated_bytes if recompute == "selective" else self.saved_bytes
-
-
-def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...]) -> Mapping[str, Least]:
-    """Pattern -> the least of one block, operators alone."""
-    outline, local = chooser.outline, chooser.local
-    found = {}
-    for pattern, number in outline.examples.items():
-        block = outline.graph.blocks[number]
-        items, saved_bytes = chooser.prices.items(outline.indices(block))
-        names = dict.fromkeys(name for item in items for name in item.operands if outline.graph.values[name].kind == "parameter")
-        sizes = {
-            name: math.prod(outline.graph.values[name].spec.shape) // local.degree // weight_parts(local, name) // local.parameter_parts(name) for name in names
-        }
-        entering, leaving = [], []
-        for boundary in boundaries:
-            enters, leaves = outline.boundary_of(number, boundary)
-            kept = ((name, layout) for name, layout in enters.items() if outline.graph.values[name].requires_grad)
-            entering.append(sum(local.num_bytes(name) // (local.degree if isinstance(layout, Split) else 1) for name, layout in kept))
-            sent = (name for name, _ in leaves if name in outline.crossing and outline.graph.values[name].requires_grad)
-            leaving.append(sum(local.num_bytes(name) // local.degree for name in sent))  # whole ones may cross in pieces
-        found[pattern] = Least(
-            outline.counts[pattern],
-            outline.is_recomputed(pattern),
-            sum(min(choice.seconds for choice in item.choices) for item in items),
-            sum(min(choice.forward_s for choice in item.choices) for item in items),
-            sum(min(choice.backward_s for choice in item.choices) for item in items),
-            sum(sizes.values()),
-            sum(size for name, size in sizes.items() if outline.graph.values[name].requires_grad),
-            _saved(items, saved_bytes, local.degree),
-            min(entering, default=0),
-            sum(max(choice.weights_s for choice in item.choices) for item in items),
-            sum(min(0.0 if choice.kept else choice.forward_s for choice in item.choices) for item in items),
-            sum(min(sum(size for _, size in choice.kept) for choice in item.choices) for item in items),
-            _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept)),
-            min(leaving, default=0),
-        )
-    return found
-
-
-def _saved(items: tuple[Item, ...], num_bytes: Mapping[str, int], degree: int, leave: frozenset[str] = frozenset()) -> int:
-    """Bytes that a block keeps for its backward pass, whatever its options, besides the tensors `leave`."""
-    kept: dict[str, int] = {}
-    extra = 0
-    for item in items:
-        extra += min(choice.extra_bytes for choice in item.choices)
-        for root in dict.fromkeys(root for choice in item.choices for root, _ in choice.saved if root not in leave):
-            forms = [max((num_bytes[r] // (degree if divided else 1) for r, divided in choice.saved if r == root), default=0) for choice in item.choices]
-            kept[root] = max(kept.get(root, 0), min(forms))
-    return extra + sum(kept.values())
-
-
 _HALVINGS = 13  # of a search for the least seconds
-Counts = Callable[[str, tuple[int, ...], int], tuple[int, ...]]  # (schedule, stage ranks, micro-batches) -> held on each rank
 
 
 class Bounds:
@@ -148,39 +65,39 @@ class Bounds:
         self.pricer = pricer
         self.width = width
         self.optimizer_s = optimizer_s  # per element
-        self.limit_bytes = limit_bytes
         self.enough_s = float("inf")  # a bound that is no less says enough, and is not tightened
-        graph = outline.graph
-        users = {name: len(blocks) - 1 for name, blocks in outline.tied.items()}
-        tied = {graph.blocks[n].pattern for blocks in outline.tied.values() for n in blocks}
-        self._unshared = frozenset(p for p in outline.examples if p not in tied)
-        self.width_at_rest = max((itemsize(v.spec.dtype) for v in graph.parameters()), default=4)
-        self._again = sum(again * math.prod(graph.values[name].spec.shape) for name, again in users.items())
+        self.spine = spine_of(outline)
+        self.room = Room(outline, width, limit_bytes, self.spine)
 
     def step_s(self, blocks: Mapping[str, Least], step: Step, recompute: str, counts: Counts = least_held) -> float:
         """Least seconds of a step that stores so; infinity where it cannot fit. The module's formulas.
 
         `counts`: micro-batches that each rank holds at least; `surely_held` is quicker and looser.
         """
-        caps = self._caps(blocks, step, recompute, counts)
+        caps = self.room.caps(blocks, step, recompute, counts)
         if caps is None:
             return float("inf")
         n, m = step.num_ranks, step.num_micro_batches
         again = {p: b.again_s(recompute) for p, b in blocks.items()}
         total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items())
         bound = m * max(b.seconds + again[p] for p, b in blocks.items())
+        line = self.spine.of(blocks)
+        line_s = sum(b.count * (b.seconds + again[p]) for p, b in line.items())
         forward = sum(b.count * b.forward_s for b in blocks.values())
         backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
         is_chain = not step.is_split and n == len(step.stage_ranks)
         share_s = self._share(blocks, step, total, forward, backward)
-        bound = max(bound, share_s / n, ramp(total, n, m) if is_chain else 0.0)
+        bound = max(bound, share_s / n, ramp(line_s, n, m) if is_chain else 0.0)
         if bound >= self.enough_s:
             return bound
-        slots = self._slots(blocks, step, again)
-        gather_s, reduce_s = self._exposed(slots, step, is_trained=all(b.num_trained == b.num_elements for b in blocks.values()))
-        crossings = sum(a != b for a, b in itertools.pairwise(step.stage_ranks))
+        slots = self._slots(line, step, again)
+        every = self._slots(blocks, step, again) if self.spine.num_off else slots
+        gather_s, reduce_s = self._exposed(every, step, is_trained=all(b.num_trained == b.num_elements for b in blocks.values()))
+        fewer = self.spine.num_off * (1 if is_chain else 2)  # crossings at most, where each block off the spine is a stage
+        crossings = max(0, sum(a != b for a, b in itertools.pairwise(step.stage_ranks)) - fewer)
+        num_stages = max(1, len(step.stage_ranks) - self.spine.num_off)
         sent_s = self._sent_s(blocks, step)
-        first_s, last_s = slots.first_s + len(step.stage_ranks) * gather_s, slots.last_s + len(step.stage_ranks) * reduce_s
+        first_s, last_s = slots.first_s + num_stages * gather_s, slots.last_s + num_stages * reduce_s
         bound = max(bound, first_s + last_s + 2 * crossings * sent_s)
         if bound >= self.enough_s:
             return bound
@@ -189,9 +106,11 @@ class Bounds:
         often = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}.get(step.zero, (0, 0))  # gathers and reductions that nothing hides
         bound = max(bound, share_s / n + often[0] * gather_s + often[1] * reduce_s)
         if n > 1 and bound < self.enough_s:
-            plain = total + 2 * crossings * sent_s
+            plain = line_s + 2 * crossings * sent_s
             moved = first_s + slots.backward_s + 2 * crossings * sent_s
-            bound = max(bound, self._chains(blocks, slots, step, caps, plain, 0.0), self._chains(blocks, slots, step, caps, moved, 1.0))
+            if main_of(line)[0] != main_of(blocks)[0]:
+                caps = np.full(n, float(main_of(line)[1].count))  # those are of other blocks
+            bound = max(bound, self._chains(line, slots, step, caps, plain, 0.0), self._chains(line, slots, step, caps, moved, 1.0))
         return bound
 
     def _slots(self, blocks: Mapping[str, Least], step: Step, again: Mapping[str, float]) -> Slots:
@@ -217,7 +136,7 @@ class Bounds:
         for p, b in blocks.items():
             backward_s = max(0.0, b.backward_s + again[p] - (b.weights_s if step.is_split else 0.0))
             rest_s = max(0.0, b.seconds + again[p] - b.forward_s - backward_s)
-            own_tail_s = tail_s * b.num_trained if p in self._unshared else 0.0
+            own_tail_s = tail_s * b.num_trained if p in self.room.unshared else 0.0
             known[p] = Block(b.count, b.forward_s, backward_s, rest_s, own_tail_s, gathered[p], reduced[p])
         return slots_of(known, step)
 
@@ -234,10 +153,10 @@ class Bounds:
         """Seconds of the least transfer between stages on different ranks, whole or in pieces (autoplan/transit.py)."""
         p = step.num_ranks
         graph = self.outline.graph
-        num_bytes = min((blocks[graph.blocks[number].pattern].leave_bytes for number in self.outline.blocks[:-1]), default=0)
+        num_bytes = min((blocks[graph.blocks[number].pattern].leave_bytes for number in self.spine.blocks[:-1]), default=0)
         if p == 1 or not num_bytes:
             return 0.0
-        apart = dict.fromkeys(abs(a - b) for a, b in itertools.pairwise(step.stage_ranks) if a != b)
+        apart = dict.fromkeys(abs(a - b) for a, b in itertools.pairwise(step.stage_ranks) if a != b) if not self.spine.num_off else range(1, p)
         line = axis_group(step.axes, "pp")
         links = [RankGroup(2, line.stride * distance, 0, line.stride) for distance in apart]
         whole_s = min(self.pricer.collective("send", num_bytes, link) for link in links)
@@ -250,7 +169,7 @@ class Bounds:
     def _chains(self, blocks: Mapping[str, Least], slots: Slots, step: Step, caps: np.ndarray, base_s: float, moved: float) -> float:
         """Chains of one stage a rank: `base_s` and what the stages' own blocks add; `moved`: whether what moves beside a last backward counts."""
         n, m = len(step.stage_ranks), step.num_micro_batches
-        name, main = _main(blocks)
+        name, main = main_of(blocks)
         free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
 
         def each(pattern: str) -> np.ndarray:
@@ -259,8 +178,9 @@ class Bounds:
             return free * (slot.forward_s + rest_s) + (m - 1) * slot.backward_s + moved * (slot.last_backward_s - slot.backward_s)
 
         costs, spent = each(name), np.zeros(n)
-        for number, stage in self._ends(step, name).items():
-            spent[stage] += each(self.outline.graph.blocks[number].pattern)[stage]
+        for number, stage in self.room.ends(step, name).items():
+            if number in self.spine.blocks:
+                spent[stage] += each(self.outline.graph.blocks[number].pattern)[stage]
         least = _fill(costs, caps, main.count)
         slot = slots.each[name]
         tails = (costs + slot.last_backward_s + slot.tail_s, slot.backward_s, base_s - slots.backward_s) if moved and slot.tail_s else None
@@ -278,29 +198,26 @@ class Bounds:
 
         return base_s + _least_whole(is_enough, least, 2 * least + float(costs.max() + spent.max()) + slot.tail_s * main.count)
 
-    def _ends(self, step: Step, main: str) -> dict[int, int]:
-        """The first and the last block, where they are not of the pattern `main`, and the pipeline rank on which they must be."""
-        ends = ((self.outline.blocks[0], step.stage_ranks[0]), (self.outline.blocks[-1], step.stage_ranks[-1]))
-        return {number: rank for number, rank in ends if self.outline.graph.blocks[number].pattern != main}
-
     def _in_parts_s(
         self, blocks: Mapping[str, Least], slots: Slots, step: Step, again: Mapping[str, float], share_s: float, caps: np.ndarray | None, sent_s: float
     ) -> float:
         """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
         p, m = step.num_ranks, step.num_micro_batches
         graph = self.outline.graph
-        first = [graph.blocks[number].pattern for number in self.outline.blocks[: p - 1]]
-        alone = np.cumsum([0.0, *(slots.each[name].first_forward_s + (0.0 if step.is_split else slots.each[name].last_backward_s) for name in first)])
-        name, main = _main(blocks)
+        alone = np.zeros(p)
+        if not self.spine.num_off:
+            first = [slots.each[graph.blocks[number].pattern] for number in self.outline.blocks[: p - 1]]
+            alone[1:] = np.cumsum([slot.first_forward_s + (0.0 if step.is_split else slot.last_backward_s) for slot in first])
+        name, main = main_of(blocks)
         bound = (share_s + float(alone.sum())) / p
         if caps is not None and bound < self.enough_s:
             spent = alone.copy()
-            for number, rank in self._ends(step, name).items():
+            for number, rank in self.room.ends(step, name).items():
                 pattern = graph.blocks[number].pattern
                 spent[rank] += m * (blocks[pattern].seconds + again[pattern])
             costs = np.full(p, m * (main.seconds + again[name]))
             bound = max(bound, _least_whole(lambda t: _whole(t - spent, costs, caps).sum() >= main.count, bound, 2 * bound))
-        if caps is not None and bound < self.enough_s:
+        if caps is not None and bound < self.enough_s and not self.spine.num_off:
             known = np.array([
                 [s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()
             ])  # fmt: skip
@@ -317,76 +234,9 @@ class Bounds:
             bound = max(bound, float(counts @ costs.min(axis=0)) + sends * sent_s)
         return bound
 
-    def _each(self, main: Least, again_s: float, step: Step) -> np.ndarray:
-        """Seconds g_j that a block adds to a step on each stage, beyond its one micro-batch in W."""
-        n, m = len(step.stage_ranks), step.num_micro_batches
-        seconds, back = main.seconds + again_s, main.backward_s + again_s
-        free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
-        return free * seconds + (m - 1 - free) * back
-
-    def budgets(self, blocks: Mapping[str, Least], step: Step, recompute: str, below_s: float) -> tuple[Budget, ...]:
-        """What memory leaves for a block of the commonest pattern in any plan that fits and takes less than `below_s`.
-
-        Stage j has n_j <= c_j blocks, c_j = (below_s - W) / g_j. So the k stages that hold most micro-batches have at least
-        N_k = N - sum of the other c_j blocks, and with P bytes of parameters and A saved bytes a block
-
-            N_k * states(P) + H_k * A <= k * limit,   H_k = least sum of n_j held_j over these stages
-
-        (recomputed: H_k times what enters it, and A once on every stage that has any; selectively: A is what is kept, beside what enters). All stages
-        together hold the other blocks too.
-        """
-        if step.is_split or step.num_ranks < len(step.stage_ranks):
-            return ()  # nothing is known of these
-        n = len(step.stage_ranks)
-        name, main = _main(blocks)
-        full = recompute == "full"
-        again_s = main.again_s(recompute)
-        total = sum(b.count * (b.seconds + b.again_s(recompute)) for b in blocks.values())
-        held = self.held(step)
-        order = np.argsort(-held, kind="stable")
-        caps = np.full(n, float(main.count))
-        if n > 1 and below_s < float("inf"):
-            each = np.maximum(self._each(main, again_s, step)[order], 1e-30)
-            caps = np.minimum(caps, np.floor(max(0.0, below_s - total) / each * (1 + 1e-9)))
-        held = held[order]
-        states = self.state_bytes(step) / self.width_at_rest if name in self._unshared and main.num_trained == main.num_elements else 0.0
-        others = [(p, b) for p, b in blocks.items() if p != name]
-        other_bytes = sum(b.count * (b.num_trained if p in self._unshared else 0) * self.state_bytes(step) for p, b in others)
-        other_bytes += held.min() * sum(b.count * b.held_bytes(recompute) for _, b in others)
-        found: list[Budget] = []
-        for k in range(1, n + 1):
-            count = main.count - float(caps[k:].sum())
-            if count <= 0.0:
-                continue
-            if caps[:k].sum() < count:
-                return (Budget(-1.0),)  # not all blocks have time
-            kept, blocks_held = count, 0.0
-            for cap, times in zip(caps[:k][::-1], held[:k][::-1], strict=True):
-                blocks_held += min(cap, kept) * times
-                kept -= min(cap, kept)
-            num_stages = int(np.searchsorted(np.cumsum(np.sort(caps[:k])[::-1]), count)) + 1  # that have any
-            limit = k * self.limit_bytes - (other_bytes if k == n else 0.0)
-            if full and main.is_recomputed:
-                found.append(Budget(limit - blocks_held * main.enter_bytes, count * states, num_stages))
-            else:
-                entered = blocks_held * main.enter_bytes if recompute == "selective" and main.is_recomputed else 0.0
-                found.append(Budget(limit - entered, count * states, blocks_held))
-        return tuple(found)
-
-    @staticmethod
-    def held(step: Step) -> np.ndarray:
-        """Micro-batches that each stage holds at once."""
-        n, m = len(step.stage_ranks), step.num_micro_batches
-        return np.full(n, m) if step.schedule == "gpipe" else np.minimum(n - np.arange(n), m)
-
-    def memory_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> int:
-        """Least bytes of the fullest rank, were all alike."""
-        n = step.num_ranks
-        return int(self._all_bytes(blocks, step, recompute) / n)
-
     def _share(self, blocks: Mapping[str, Least], step: Step, total: float, forward: float, backward: float) -> float:
         m, shards = step.num_micro_batches, step.shards
-        trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
+        trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self.room.again)
         group = axis_group(step.axes, "dp")
         tail = self.optimizer_s * trained / max(shards, step.num_servers)
         if step.sync != "allreduce" or (step.is_split and step.zero and shards > 1):
@@ -415,72 +265,9 @@ class Bounds:
         scatter = sum(b.count * self.pricer.collective("reduce_scatter", b.num_trained * self.width.gradient, ranks) for b in blocks.values())
         return gather, 0.0 if step.sums.is_own else scatter  # compressed or late sums follow the passes: no bound counts them
 
-    def state_bytes(self, step: Step) -> float:
-        """Bytes at rest of one element that is trained, on one rank."""
-        width, shards = self.width, step.shards
-        zero = 0 if shards == 1 else min(step.zero, 1) if step.is_split else step.zero
-        return (
-            width.parameter / (shards if zero == 3 else 1)
-            + width.gradient / (shards if zero >= 2 else 1)
-            + (width.master + width.optimizer / max(1, step.num_servers)) / (shards if zero >= 1 else 1)
-        )
-
-    def _all_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
-        """States of all stages, what each keeps of one micro-batch, and what one recomputed block saves."""
-        trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self._again)
-        kept = sum(b.count * b.held_bytes(recompute) for b in blocks.values())
-        transient = max(b.transient_bytes(recompute) for b in blocks.values())
-        return trained * self.state_bytes(step) + kept + transient
-
-    def _caps(self, blocks: Mapping[str, Least], step: Step, recompute: str, counts: Counts) -> np.ndarray | None:
-        """Most blocks of the commonest pattern on each rank; None where not all blocks have room."""
-        n = step.num_ranks
-        if self._all_bytes(blocks, step, recompute) > n * self.limit_bytes:
-            return None
-        name, main = _main(blocks)
-        states = 0.0 if name not in self._unshared else main.num_trained * self.state_bytes(step)
-        room = np.full(n, max(0.0, self.limit_bytes - main.transient_bytes(recompute)))
-        graph, ranks = self.outline.graph, step.stage_ranks
-        there: dict[int, float] = {}  # elements of the ends on a rank, of which those of tied patterns may be the same
-        for number, rank in self._ends(step, name).items():
-            pattern = graph.blocks[number].pattern
-            elements = blocks[pattern].num_trained
-            there[rank] = there.get(rank, 0.0) + elements if pattern in self._unshared else max(there.get(rank, 0.0), elements)
-        for rank, elements in there.items():
-            room[rank] -= elements * self.state_bytes(step)
-        held = float(main.held_bytes(recompute))
-        inner = (graph.blocks[number].pattern for number in self.outline.blocks[1:-1])
-        if n < len(ranks) and counts is least_held and all(pattern == name for pattern in inner):
-            caps = self._caps_in_parts(step, room, states, held, main.count)
-        else:
-            caps = room / np.maximum(states + np.array(counts(step.schedule, ranks, step.num_micro_batches)) * held, 1e-9)
-        caps = np.clip(np.floor(caps), 0, main.count)
-        return caps if caps.sum() >= main.count else None
-
-    def _caps_in_parts(self, step: Step, room: np.ndarray, states: float, held: float, count: int) -> np.ndarray:
-        """Most blocks on ranks of several stages, each of which has one, but for the first and the last, which may have others: a rank with c_s
-        micro-batches saved on stage s at some moment has k blocks only if states k + held (sum of c_s + (k - stages) * min of c_s) <= room."""
-        caps = np.full(len(room), float(count))
-        last = len(step.stage_ranks) - 1
-        for rank, candidates in enumerate(moments(step.schedule, step.stage_ranks, step.num_micro_batches)):
-            for moment in candidates:
-                least = min(saved for _, saved, _ in moment.counts)
-                more = sum(saved - least for s, saved, _ in moment.counts if s not in (0, last))
-                caps[rank] = min(caps[rank], (room[rank] - held * more) / max(states + held * least, 1e-9))
-        return caps
-
 
 def _beside(step: Step, compute_s: float, moved_s: float) -> float:
     return max(compute_s, moved_s) if step.overlap else compute_s + moved_s
-
-
-def main_pattern(blocks: Mapping[str, Least]) -> str:
-    """The pattern whose blocks weigh most together."""
-    return _main(blocks)[0]
-
-
-def _main(blocks: Mapping[str, Least]) -> tuple[str, Least]:
-    return max(blocks.items(), key=lambda item: item[1].count * item[1].seconds)
 
 
 def _whole(room_s: np.ndarray, costs: np.ndarray, caps: np.ndarray) -> np.ndarray:

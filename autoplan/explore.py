@@ -88,7 +88,7 @@ class Searcher:
 
         def need_bytes(shape: Shape) -> int:
             blocks = self.shapes.least(shape)
-            return min(self.shapes.bounds.memory_bytes(blocks, self.shapes.step(shape, s), s.recompute) for s in self.shapes.storings(shape))
+            return min(self.shapes.bounds.room.memory_bytes(blocks, self.shapes.step(shape, s), s.recompute) for s in self.shapes.storings(shape))
 
         for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))[:_NUM_MESHES]:
             outcome.worked_out.add(shape)

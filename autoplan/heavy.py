@@ -9,18 +9,20 @@ without what any of them sends. It rules out tensor axes that leave a heavy oper
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoplan.choose import Chooser
 
 SHARE = 0.02
 
 
-def heavy_s(chooser: Chooser) -> float:
-    """Seconds of one micro-batch through the heavy operators of all blocks, both passes, at least."""
+def heavy_s(chooser: Chooser) -> Mapping[str, float]:
+    """Pattern -> seconds of one micro-batch through the heavy operators of one block, both passes, at least."""
     outline, prices = chooser.outline, chooser.prices
     graph = outline.graph
-    total = 0.0
+    found = {}
     for pattern, number in outline.examples.items():
         indices = outline.indices(graph.blocks[number])
         enough = SHARE * sum(graph.ops[i].flops for i in indices)
-        total += outline.counts[pattern] * sum(prices.least_s(i) for i in indices if graph.ops[i].flops >= max(1.0, enough))
-    return total
+        found[pattern] = sum(prices.least_s(i) for i in indices if graph.ops[i].flops >= max(1.0, enough))
+    return found

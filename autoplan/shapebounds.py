@@ -2,7 +2,7 @@
 
 With W seconds of one micro-batch through all blocks, m micro-batches and n stages,
 
-    step 0: T >= W / (1 - (1 - 1/m)^n), where a rank has several stages or the backward pass is split T >= m W / n; W from the forward
+    step 0: T >= W / (1 - (1 - 1/m)^n), W of the spine (autoplan/spine.py), and T >= m W / n, W of all; each W from the forward
             FLOPs at the device's peak (analytic prices only, which never beat it) and what a grid of tensor axes gathers
     step 1: the same, W from the fastest option of the heaviest operators (autoplan/heavy.py)
     step 2: autoplan/bounds.py from the fastest option of every operator, no tensor communication
@@ -19,17 +19,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from autoplan.bounds import Bounds, Counts, Least, least_blocks, ramp
+from autoplan.bounds import Bounds, ramp
 from autoplan.choose import Boundary, Chooser, Outline
 from autoplan.countdown import Countdown
 from autoplan.datasums import Mode
 from autoplan.graph import Graph
 from autoplan.heavy import heavy_s
 from autoplan.holding import is_split, least_held, surely_held
+from autoplan.least import Least, least_blocks
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import Pricer, axis_group, compute_dtype, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Step
+from autoplan.room import Counts
 from autoplan.schemes import Axes, feature_axes, scheme_of
 from autoplan.searchcontexts import SearchedContexts
 from autoplan.space import RECOMPUTES, Inside, Shape, Storing, storings
@@ -53,7 +55,7 @@ class ShapeBounds:
             self.limit_bytes = min(self.limit_bytes, task.constraints.max_memory_bytes)
         self.countdown = Countdown()
         self.examples = {p: self.outline.indices(task.graph.blocks[number]) for p, number in self.outline.examples.items()}
-        self._sent: dict[Inside, float] = {}
+        self._sent: dict[Inside, Mapping[str, float]] = {}  # pattern -> seconds of one block, and likewise
         self._choosers: dict[Inside, Chooser] = {}
         self._tried: dict[tuple[Axes, int], tuple[Boundary, ...]] = {}
         self.contexts = SearchedContexts(task.graph, self.outline.batch.preamble_outputs)
@@ -65,7 +67,7 @@ class ShapeBounds:
         self._by_recompute: dict[Shape, dict[str, float]] = {}
         self._programmed: dict[Shape, set[str]] = {}
         self._leasts: dict[Inside, Mapping[str, Least]] = {}
-        self._heavy: dict[Inside, float] = {}
+        self._heavy: dict[Inside, Mapping[str, float]] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
     def step(self, shape: Shape, storing: Storing) -> Step:
@@ -150,31 +152,35 @@ class ShapeBounds:
         return self.heavy_bound, self.operator_bound, self.order_bound
 
     def peak_bound(self, shape: Shape) -> float:
-        through_s = self._sent_s(shape)
-        if self.task.prices.source == "analytic":
-            peak = self.peak_flops_per_s
-            through_s += self._flops * shape.rows / self.batch / (shape.tp * shape.cp * shape.ep) / peak if peak else 0.0
-        return self._even(shape, through_s)
+        peak = self.peak_flops_per_s if self.task.prices.source == "analytic" else 0.0
 
-    def _even(self, shape: Shape, through_s: float) -> float:
-        """Least seconds of a step whose micro-batches take so long through all blocks. Only a chain of stages fills as `ramp` says."""
+        def through_s(counts: Mapping[str, int], flops: int) -> float:
+            return self._sent_s(shape, counts) + (flops * shape.rows / self.batch / (shape.tp * shape.cp * shape.ep) / peak if peak else 0.0)
+
+        spine = self.bounds.spine
+        return self._even(shape, through_s(self.outline.counts, self._flops), through_s(spine.counts, spine.flops))
+
+    def _even(self, shape: Shape, through_s: float, spine_s: float) -> float:
+        """Least seconds of a step whose micro-batches take so long through all blocks and through the spine's, whose stages alone fill as `ramp` says."""
+        m = shape.num_micro_batches
         is_chain = self.task.stages is None and not is_in_parts(shape)
-        return ramp(through_s, shape.pp, shape.num_micro_batches) if is_chain else through_s * shape.num_micro_batches / shape.pp
+        return max(through_s * m / shape.pp, ramp(spine_s, shape.pp, m) if is_chain else 0.0)
 
     def heavy_bound(self, shape: Shape) -> float:
         if shape.inside not in self._heavy:
-            self._heavy[shape.inside] = heavy_s(self.chooser(shape)) + self._sent_s(shape)
-        return self._even(shape, self._heavy[shape.inside])
+            self._heavy[shape.inside] = heavy_s(self.chooser(shape))
+        heavy = self._heavy[shape.inside]
+        through_s, spine_s = (_sum(heavy, counts) + self._sent_s(shape, counts) for counts in (self.outline.counts, self.bounds.spine.counts))
+        return self._even(shape, through_s, spine_s)
 
-    def _sent_s(self, shape: Shape) -> float:
-        """Seconds of a micro-batch that products on a grid send inside themselves at least; nothing where one axis divides the tensors."""
+    def _sent_s(self, shape: Shape, counts: Mapping[str, int]) -> float:
+        """Seconds of a micro-batch that products on a grid send inside so many blocks at least; nothing where one axis divides the tensors."""
         if not shape.grid:
             return 0.0
         if shape.inside not in self._sent:
             prices, ops = self.chooser(shape).prices, self.task.graph.ops
-            each = {p: sum(prices.least_sent_s(i) for i in indices if ops[i].flops) for p, indices in self.examples.items()}
-            self._sent[shape.inside] = sum(self.outline.counts[p] * seconds for p, seconds in each.items())
-        return self._sent[shape.inside]
+            self._sent[shape.inside] = {p: sum(prices.least_sent_s(i) for i in indices if ops[i].flops) for p, indices in self.examples.items()}
+        return _sum(self._sent[shape.inside], counts)
 
     def operator_bound(self, shape: Shape) -> float:
         return min(self._bound(shape, self.least(shape), surely_held).values())
@@ -238,8 +244,13 @@ class ShapeBounds:
 
     def least(self, shape: Shape) -> Mapping[str, Least]:
         if shape.inside not in self._leasts:
-            self._leasts[shape.inside] = least_blocks(self.chooser(shape), self.boundaries(shape))
+            self._leasts[shape.inside] = least_blocks(self.chooser(shape), self.boundaries(shape), self.bounds.spine.sent)
         return self._leasts[shape.inside]
+
+
+def _sum(seconds: Mapping[str, float], counts: Mapping[str, int]) -> float:
+    """Seconds of so many blocks of each pattern."""
+    return sum(counts[p] * each for p, each in seconds.items())
 
 
 def is_in_parts(shape: Shape) -> bool:

@@ -1,6 +1,6 @@
 """Plans that memory binds: the commonest block's integer program under the memory that a plan has left for it.
 
-A bound. Any plan that fits and takes less than the best one found keeps the budgets of autoplan/bounds.py, so the program that keeps
+A bound. Any plan that fits and takes less than the best one found keeps the budgets of autoplan/room.py, so the program that keeps
 the two which the free choice exceeds most bounds the seconds of its blocks.
 
 Plans. Of a plan that does not fit, the fullest stage has n main blocks, holds h micro-batches and needs M bytes with the block's
@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from autoplan.bounds import Bounds, Least, main_pattern
+from autoplan.bounds import Bounds
 from autoplan.choose import Boundary, Chooser, Chosen
+from autoplan.least import Least, main_pattern
 from autoplan.outcome import Result
 from autoplan.problem import Budget, Price
 from autoplan.replay import Step
@@ -60,7 +61,7 @@ def squeezed(place: Place, bounds: Bounds, best_s: float, enough_s: float) -> Sq
     name = main_pattern(place.blocks)
     blocks, budgets, bound_s = place.blocks, (), 0.0
     for _ in range(_ROUNDS):
-        budgets = _tightest(bounds.budgets(blocks, place.step, place.recompute, best_s), place)
+        budgets = _tightest(bounds.room.budgets(blocks, place.step, place.recompute, best_s), place)
         seconds = place.chooser.within_s(name, place.boundary, budgets, place.recompute)
         if seconds is None:
             return Squeezed(best_s, budgets)
@@ -125,9 +126,9 @@ def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget 
     point, main = result.chosen.point(name), place.blocks[name]
     if place.recompute == "selective" and main.is_recomputed:
         point = replace(point, saved_bytes=point.kept_bytes)
-    states = bounds.state_bytes(place.step) / bounds.width_at_rest
+    states = bounds.room.state_bytes(place.step) / bounds.room.width_at_rest
     recomputed = place.recompute == "full" and main.is_recomputed
-    budget = Budget(0.0, count * states, 1.0 if recomputed else count * float(bounds.held(place.step)[stage]))
+    budget = Budget(0.0, count * states, 1.0 if recomputed else count * float(bounds.room.held(place.step)[stage]))
     limit = result.limit_bytes - (result.memory.total - budget.used_bytes(point))
     return replace(budget, limit_bytes=limit) if limit > 0.0 else None
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from autoplan import squeeze
-from autoplan.bounds import Least
 from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chosen
 from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts
 from autoplan.exhaust import every_choice
+from autoplan.least import Least
 from autoplan.load import StageLoad
 from autoplan.outcome import Result
 from autoplan.rankmemory import by_rank, memories

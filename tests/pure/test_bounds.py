@@ -10,10 +10,12 @@ from handmade import FlatPrices, transformer
 from torch import nn
 
 import autoplan
+from autoplan.choose import Outline
 from autoplan.constraints import Constraints
 from autoplan.explore import Searcher
 from autoplan.graph import Graph
 from autoplan.space import Shape
+from autoplan.spine import spine_of
 from autoplan.task import Task
 from autoplan.workload import model_of
 from costmodel.analytic import AnalyticPrices
@@ -100,3 +102,64 @@ def test_a_way_of_storing_that_fits_is_never_called_too_large() -> None:
             tight = searcher_of(graph, cluster, FlatPrices(result.memory.total), recompute="selective")
             blocks = tight.shapes.least(shape)
             assert tight.shapes.least_step_s(blocks, shape, result.storing) <= result.step_s * (1 + 1e-9), (shape, result.storing)
+
+
+class Towers(nn.Module):
+    """Two towers of one input that meet in a loss: no layer of one waits for the other."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(num_layers)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = right = x
+        for layer in self.left:
+            left = layer(left)
+        for layer in self.right:
+            right = layer(right)
+        return (left * right).square().sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb", "zbv"])
+def test_towers_that_do_not_wait_for_each_other_are_bounded_by_one_of_them(schedule: str) -> None:
+    """Stages of the second tower run while those of the first do, so that such plans are faster than if each block waited for the one before it."""
+    graph = autoplan.capture(Towers(4), (torch.randn(8, 64),))
+    searcher = searcher_of(graph, Cluster.parse("a100-sxm-80gb:1x4"), FlatPrices(), schedule=schedule, tp=1)
+    assert any(shape.pp > 1 for shape in check_bounds(searcher))
+
+
+def test_a_spine_is_one_of_the_towers_and_what_follows_both() -> None:
+    graph = autoplan.capture(Towers(3), (torch.randn(8, 64),))
+    spine = spine_of(Outline(graph))
+    names = [graph.blocks[number].name for number in spine.blocks]
+    assert len({name.split(".")[0] for name in names[:-1]}) == 1
+    assert names[-1] == "epilogue"
+    assert (len(names), spine.num_off) == (4, 3)
+    assert sum(spine.counts.values()) == 4
+    assert spine.flops == sum(op.flops for op in graph.ops) // 2
+
+
+def test_the_spine_of_a_chain_is_all_of_it() -> None:
+    outline = Outline(transformer(layers=3))
+    spine = spine_of(outline)
+    assert (spine.blocks, spine.num_off) == (outline.blocks, 0)
+    assert spine.counts == outline.counts
+
+
+def test_a_block_without_a_gradient_is_off_the_spine() -> None:
+    """Its backward pass waits for nobody."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    model[0].requires_grad_(requires_grad=False)
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(model)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().sum()
+
+    outline = Outline(autoplan.capture(Squared(), (torch.randn(8, 64),)))
+    assert spine_of(outline).blocks == outline.blocks[1:]
