@@ -28,8 +28,7 @@ blocks alone (autoplan/spine.py): a stage is at least what it has of them. With 
 Where a rank has several stages (interleaved, ZB-V) or the backward pass is split, p ranks: rank r is never busy before the forwards,
 nor (backward passes in one) after the backwards, of the r stages before its first, which hold the first r blocks at least. Their
 seconds a_r, in order, give  T >= (X + sum of a_r) / p,  some rank has N / p of the commonest blocks, rounded up, and the schedule's order gives more
-(autoplan/paths.py);
-where the graph is no chain, only what does not name an order: X / p and whole blocks.
+(autoplan/paths.py); where the graph is no chain, only what names no order: X / p and whole blocks.
 """
 
 from __future__ import annotations
