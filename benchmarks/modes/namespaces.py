@@ -141,10 +141,11 @@ def work(cluster: Path, output: Path, steps: int = 8, warmup: int = 3) -> None:
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    each = 16 * dist.get_world_size()
+    num_hosts = dist.get_world_size()
+    each = 16 * num_hosts
     num_rows = 4096 // each * each
     batch = {"x": torch.randn(num_rows, 416), "target": torch.randn(num_rows, 256)}
-    graph = capture(make_model(), batch)
+    graph = capture(make_model(num_hosts), batch)
     plans, rows = {}, []
     for name, fixed in {"found": {}, **PLANS}.items():
         try:
@@ -154,7 +155,7 @@ def work(cluster: Path, output: Path, steps: int = 8, warmup: int = 3) -> None:
                 rows.append({"name": name, "refused": str(error)})
     for name, plan in plans.items():
         dist.barrier()
-        pm = autoplan.parallelize(make_model(), batch, plan=plan, optimizer="sgd")
+        pm = autoplan.parallelize(make_model(num_hosts), batch, plan=plan, optimizer="sgd")
         opt = pm.optimizer(torch.optim.SGD, lr=1e-3)
         seconds = []
         for _ in range(steps):
@@ -175,8 +176,8 @@ def work(cluster: Path, output: Path, steps: int = 8, warmup: int = 3) -> None:
     dist.destroy_process_group()
 
 
-def make_model() -> Any:
-    """A stack with a waist of 4 features in its middle, where a pipeline sends little; the weights are 1.4 MiB."""
+def make_model(num_hosts: int) -> Any:
+    """A stack with a waist of 4 features between any two hosts, where a pipeline sends little; the weights are 1.4 MiB."""
     import itertools
 
     import torch
@@ -185,7 +186,7 @@ def make_model() -> Any:
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            sizes = (416, 512, 4, 512, 256)
+            sizes = (416, *(512, 4) * (num_hosts - 1), 512, 256)
             self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
 
         def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
