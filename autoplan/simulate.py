@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autoplan.arrange import arranged
 from autoplan.datasums import Mode
-from autoplan.forecast import CollectiveUse, Event, Forecast, StageForecast
+from autoplan.forecast import CollectiveUse, Event, Forecast, Memory, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.plan import Plan, served_by
@@ -37,24 +37,12 @@ def assemble(
     line = replay(loads, times, step, pricer)
     tails, kept = tails_s(times, step), memories(loads, step)
     step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
-    m, line_of = step.num_micro_batches, axis_group(step.axes, "pp", pricer.device)
+    line_of = axis_group(step.axes, "pp", pricer.device)
     forecasts = []
     for load, time in zip(loads, times, strict=True):
         rank = step.stage_ranks[load.index]
-        forecasts.append(
-            StageForecast(
-                stage=load.index,
-                first_block=load.first_block,
-                last_block=load.last_block,
-                forward_s=time.forward_s,
-                backward_s=time.backward_s + time.weights_s,
-                busy_s=line.busy_s[rank] + tails[rank],
-                idle_s=_idle(step_s, line.busy_s[rank] + tails[rank]),
-                flops=load.flops * m,
-                memory=kept[load.index],
-                memory_limit_bytes=pricer.prices.memory_limit_bytes(line_of.start + rank * line_of.stride),
-            )
-        )
+        limit_bytes = pricer.prices.memory_limit_bytes(line_of.start + rank * line_of.stride)
+        forecasts.append(stage_forecast(load, time, step, line.busy_s[rank] + tails[rank], step_s, kept[load.index], limit_bytes))
     world = math.prod(size for _, size in step.axes)
     peak = pricer.prices.peak_flops_per_s(model.dtype) * world
     return Forecast(
@@ -62,7 +50,7 @@ def assemble(
         peak_memory_bytes=max(memory.total for memory in by_rank(kept, step.stage_ranks)),
         tokens_per_s=model.tokens / step_s if step_s else 0.0,
         mfu=3 * model.flops / (step_s * peak) if step_s and peak else 0.0,
-        bubble=sum(_idle(step_s, busy + tail) for busy, tail in zip(line.busy_s, tails, strict=True)) / (step_s * len(tails)) if step_s else 0.0,
+        bubble=sum(idle_s(step_s, busy + tail) for busy, tail in zip(line.busy_s, tails, strict=True)) / (step_s * len(tails)) if step_s else 0.0,
         split_share=model.split_share,
         stages=tuple(forecasts),
         collectives=collective_uses(loads, step),
@@ -72,9 +60,26 @@ def assemble(
     )
 
 
-def _idle(step_s: float, busy_s: float) -> float:
-    idle_s = step_s - busy_s
-    return idle_s if idle_s > 1e-9 * step_s else 0.0  # sums of the same terms in another order
+def stage_forecast(load: StageLoad, time: Durations, step: Step, busy_s: float, step_s: float, memory: Memory, limit_bytes: int) -> StageForecast:
+    """A stage's figures, whose rank is busy for `busy_s` of the `step_s`."""
+    return StageForecast(
+        stage=load.index,
+        first_block=load.first_block,
+        last_block=load.last_block,
+        forward_s=time.forward_s,
+        backward_s=time.backward_s + time.weights_s,
+        busy_s=busy_s,
+        idle_s=idle_s(step_s, busy_s),
+        flops=load.flops * step.num_micro_batches,
+        memory=memory,
+        memory_limit_bytes=limit_bytes,
+    )
+
+
+def idle_s(step_s: float, busy_s: float) -> float:
+    """What a rank waits in a step."""
+    rest_s = step_s - busy_s
+    return rest_s if rest_s > 1e-9 * step_s else 0.0  # sums of the same terms in another order
 
 
 def collective_uses(loads: tuple[StageLoad, ...], step: Step) -> tuple[CollectiveUse, ...]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.forecast import Forecast, StageForecast
+from autoplan.forecast import Forecast
 from autoplan.graph import Graph
 from autoplan.load import Model, Send, StageLoad
 from autoplan.price import Pricer, axis_group, bytes_of, compute_dtype
 from autoplan.rankmemory import by_rank, memories
 from autoplan.replay import Durations, Step, durations, late_s, replay, tails_s
 from autoplan.replicas import kind_of
-from autoplan.simulate import events_of, stage_uses
+from autoplan.simulate import events_of, idle_s, stage_forecast, stage_uses
 from autoplan.workload import load_of
 from costmodel.opkey import Collective, OpKey, OpTime, RankGroup
 from costmodel.prices import Prices
@@ -89,22 +89,11 @@ def forecast_stages(programs: Sequence[Program], graph: Graph, prices: Prices, s
     line, tails = replay(loads, times, step, links), tails_s(times, step)
     kept = [memories(loads, place.step)[load.index] for load, place in zip(loads, at, strict=True)]
     step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
-    idle = [max(0.0, step_s - busy - tail) for busy, tail in zip(line.busy_s, tails, strict=True)]
+    idle = [idle_s(step_s, busy + tail) for busy, tail in zip(line.busy_s, tails, strict=True)]
     world = sum(place.count for place in places)
     peak = sum(prices.peak_flops_per_s(model.dtype, rank) for rank in range(world))
     stages = tuple(
-        StageForecast(
-            stage=load.index,
-            first_block=load.first_block,
-            last_block=load.last_block,
-            forward_s=time.forward_s,
-            backward_s=time.backward_s + time.weights_s,
-            busy_s=line.busy_s[rank] + tails[rank],
-            idle_s=idle[rank],
-            flops=load.flops * step.num_micro_batches,
-            memory=memory,
-            memory_limit_bytes=places[rank].pricer.prices.memory_limit_bytes(),
-        )
+        stage_forecast(load, time, step, line.busy_s[rank] + tails[rank], step_s, memory, places[rank].pricer.prices.memory_limit_bytes())
         for load, time, memory, rank in zip(loads, times, kept, step.stage_ranks, strict=True)
     )
     uses = [stage_uses(load, place.step) for load, place in zip(loads, at, strict=True)]
