@@ -17,6 +17,8 @@ of the whole tensor (of the local one for all_to_all), p ranks:
     broadcast                          ceil(log2 p) latency +            n / bytes_per_s
     send                                           latency +             n / bytes_per_s
     push, pull                                     latency + the busiest server's share of n / bytes_per_s (costmodel/collective.py)
+
+On a shared link the bytes of groups alike that talk at the same time go one after the other: their part takes as many times as long.
 """
 
 from __future__ import annotations
@@ -56,12 +58,13 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What joins `domain` consecutive ranks."""
+    """What joins `domain` consecutive ranks. `is_shared`: all of them have one rate together, not each its own."""
 
     name: str
     domain: int
     latency_s: float
     bytes_per_s: float
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,12 @@ class PacedDevices:
         if p == 1:
             return 0.0
         link = self.link(group)
+        rate = link.bytes_per_s / (group.concurrent if link.is_shared else 1)
         if collective.kind in ("push", "pull"):
-            return link.latency_s + served_share(collective.num_servers, p) * n / link.bytes_per_s
+            return link.latency_s + served_share(collective.num_servers, p) * n / rate
         steps = {"all_reduce": 2 * (p - 1), "send": 1, "broadcast": math.ceil(math.log2(p))}.get(collective.kind, p - 1)
         volume = {"all_reduce": 2 * (p - 1) / p, "send": 1.0, "broadcast": 1.0}.get(collective.kind, (p - 1) / p)
-        return steps * link.latency_s + volume * n / link.bytes_per_s
+        return steps * link.latency_s + volume * n / rate
 
     def slower(self, factor: float) -> PacedDevices:
         """The same devices and links, of which each takes `factor` times as long: plans compare as before, and a host that is late counts less."""

@@ -10,12 +10,13 @@
       - {op: "*", base_ms: 0.2, mb_per_s: 40}
     links:                             # from the innermost out; the last one joins all ranks
       - {name: board, domain: 4, latency_ms: 1, mb_per_s: 4}
-      - {name: wire, latency_ms: 4, mb_per_s: 1}
+      - {name: wire, latency_ms: 4, mb_per_s: 1, shared: true}
     slowdowns: {5: 1.4}                # rank: factor
     optimizer: {base_ms: 2, ns_per_element: 20}
 
 `gb`, `mb` are 1e9 and 1e6 bytes, `gib` 2**30; `gflops` 1e9. A rate that is left out does not count. `backward_input` and `backward_weight` are
-factors of the forward pass (default 1). `domain` defaults to all ranks in the last link.
+factors of the forward pass (default 1). `domain` defaults to all ranks in the last link. A link that is `shared` has one rate for all of
+its ranks (default: each has its own).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class _Link(Strict):
     domain: Count | None = None
     latency_ms: NotNegative
     mb_per_s: Positive
+    shared: bool = False
 
 
 class _Optimizer(Strict):
@@ -86,7 +88,7 @@ def read(content: Any, file: str) -> PacedDevices:
         domain = link.domain or (total if i == len(form.links) - 1 else 0)
         if not domain:
             raise ClusterFileError(file, f"links.{i}.domain", "a link that is not the last one needs the number of ranks that it joins")
-        links.append(LinkCost(link.name, domain, link.latency_ms * 1e-3, link.mb_per_s * 1e6))
+        links.append(LinkCost(link.name, domain, link.latency_ms * 1e-3, link.mb_per_s * 1e6, link.shared))
     if links[-1].domain < total:
         raise ClusterFileError(file, f"links.{len(links) - 1}.domain", f"it joins {links[-1].domain} of {total} ranks: leave domain out in the last link")
     if any(b.domain <= a.domain or b.domain % a.domain for a, b in itertools.pairwise(links)):

@@ -21,7 +21,7 @@ from runtime.finite import not_finite, suspicion
 from runtime.mesh import Mesh, alone
 from runtime.norm import clip_grad_norm
 from runtime.order import Record
-from runtime.paced import Pace, Pacer, paced
+from runtime.paced import Pace, Pacer, clock_of, paced
 from runtime.parameter_server import MakeOptimizer
 from runtime.partition import servers_of
 from runtime.program import Program
@@ -367,6 +367,8 @@ class Executor:
 
     def _new_run(self, batch: Any, actions: Schedule, *, is_training: bool) -> Run:
         self.mesh.recorder.clear()
+        if self.pace is not None:
+            clock_of(self.mesh).begin()
 
         def state(micro_batch: int, row_start: int) -> RandomState:
             return RandomState(self.seed, self.num_steps, micro_batch, row_start, self._random_by_element)

@@ -9,7 +9,8 @@ given, and a host that may be `slack_s` late without the device running dry (a q
     send        there = max(ready, channel free) + seconds; channel free = there      one channel for each receiver
     receive     free = max(free, there)                                               the sender's `there` comes with the message
 
-Each waits until `free`, so that a host that is late by more than the slack, or a message that is, shows in the time of the step. With an infinite slack
+A step begins when its host does: what the host did since the last one is not made up for. Each waits until `free`, so that a host that is late by more
+than the slack, or a message that is, shows in the time of the step. With an infinite slack
 nothing waits: the ranks still do everything and meet, and `free` alone tells what it would take.
 """
 
@@ -68,6 +69,10 @@ class PacedClock(CpuClock):
     def now(self) -> float:
         """Seconds: where nothing waits, of the device."""
         return time.perf_counter() if self.slack_s < math.inf else self.free_s
+
+    def begin(self) -> None:
+        """A step begins: the device has nothing to do."""
+        self.free_s = max(self.free_s, self.now())
 
     def reset(self) -> None:
         """Begin anew: nothing is under way, on this rank and on the others."""

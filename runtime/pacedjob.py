@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,8 @@ class Found:
 
 
 def run(job: Job, num_steps: int, *, most_steps: int = 0, timeout_s: float = 300.0) -> Found:
-    """Measure steps after one that warms up: `num_steps` that nothing disturbed, or `most_steps` in all. Every rank calls it, with its own part."""
+    """Measure steps after one that warms up and sleeps nowhere: `num_steps` that nothing disturbed, or `most_steps` in all. Every rank calls it, with its
+    own part."""
     mesh = build_mesh(job.program.axes, zero_group=job.program.zero_group, device=torch.device("cpu"), timeout_s=timeout_s)
     specs = {stored.fqn: stored for stage in job.program.stages for stored in stage.stored}
 
@@ -57,13 +59,16 @@ def run(job: Job, num_steps: int, *, most_steps: int = 0, timeout_s: float = 300
         return torch.zeros(specs[fqn].spec.shape, dtype=dtype_of(specs[fqn].spec.dtype))
 
     executor = Executor(job.program, mesh, zeros, pacer=lambda _: job.pace)
-    clock, steps, num_good = clock_of(mesh), [_step(executor, job)], 0
-    while num_good < num_steps and len(steps) <= max(num_steps, most_steps):
+    clock, steps, num_good = clock_of(mesh), [], 0
+    clock.slack_s = math.inf
+    _step(executor, job)
+    clock.slack_s = job.pace.slack_s
+    while num_good < num_steps and len(steps) < max(num_steps, most_steps):
         steps.append(_step(executor, job))
         late_s = torch.tensor([steps[-1].late_s], dtype=torch.float64)
         dist.all_reduce(late_s, dist.ReduceOp.MAX)
         num_good += late_s.item() <= clock.slack_s
-    found = Found(tuple(steps[1:]), mesh.recorder.traffic(), (*mesh.recorder.ran, *mesh.recorder.sent))
+    found = Found(tuple(steps), mesh.recorder.traffic(), (*mesh.recorder.ran, *mesh.recorder.sent))
     dist.barrier()
     _close(mesh)
     return found

@@ -18,7 +18,9 @@ from autoplan.explain import short
 from autoplan.graph import Graph
 from autoplan.models import MLP
 from autoplan.space import divisors
+from benchmarks.paced.drawn import drawn
 from costmodel.clusterfile import paced_cluster
+from costmodel.paced import PacedDevices
 from costmodel.prices import Prices
 
 DEVICES = Path(__file__).parent / "devices"
@@ -71,25 +73,36 @@ class Setting:
 
 
 def ready(model: str, devices: str | Path, slower: float = 1.0) -> Setting:
-    """`devices`: one of the files here, or a path, with everything `slower` times as long."""
-    path = DEVICES / f"{devices}.yaml"
-    cluster = Cluster.parse(path if path.exists() else devices)
-    assert cluster.paced is not None, f"{devices} describes no paced devices"
-    cluster = paced_cluster(cluster.paced.slower(slower))
+    """`devices`: one of the files here, a path, or "drawn:RANKS:SEED", with everything `slower` times as long."""
+    cluster = paced_cluster(_devices(devices).slower(slower))
     built, batch = MODELS[model]()
     profile = Path(tempfile.mkdtemp(prefix="paced-profile-")) / "profile.sqlite"
     return Setting(model, cluster, capture(built, batch), batch, prices_of(cluster, profile))
 
 
+def _devices(asked: str | Path) -> PacedDevices:
+    if str(asked).startswith("drawn:"):
+        num_ranks, seed = map(int, str(asked).split(":")[1:])
+        return drawn(num_ranks, seed)
+    path = DEVICES / f"{asked}.yaml"
+    found = Cluster.parse(path if path.exists() else asked).paced
+    assert found is not None, f"{asked} describes no paced devices"
+    return found
+
+
 def sample(setting: Setting, num: int, most_s: float, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     """Plans unlike each other, of random meshes, micro-batches, schedules and ways of storing: those that are feasible and predicted to take
     `most_s` at most."""
-    draw, seen = random.Random(seed), set()
+    draw, seen, tried = random.Random(seed), set(), set()
     for _ in range(20 * num):
         if len(seen) == num:
             return
+        fixed = _fixed(setting, draw)
+        if tuple(fixed.items()) in tried:
+            continue
+        tried.add(tuple(fixed.items()))
         try:
-            plan = setting.plan(**_fixed(setting, draw))
+            plan = setting.plan(**fixed)
         except AutoplanError:
             continue
         name = described(plan)

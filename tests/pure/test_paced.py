@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoplan import Constraints, capture, find_plan
 from autoplan.clusterprices import prices_of
 from autoplan.models import MLP
 from autoplan.pacing import PricedLinks
+from benchmarks.paced.drawn import drawn
 from costmodel.cluster import Cluster
 from costmodel.forms import ClusterFileError
 from costmodel.opkey import Collective, OpKey, RankGroup
 from costmodel.paced import PacedPrices
 from runtime.code import Code
 from runtime.mesh import build_mesh
+from runtime.paceclock import PacedClock
 from runtime.paced import Pace, paced
 from runtime.program import Program
 
@@ -88,6 +93,39 @@ def test_a_group_talks_over_the_link_that_joins_it(tmp_path: Path, kind: Any, gr
     devices = cluster(tmp_path).paced
     assert devices is not None
     assert devices.collective_s(Collective(kind, 4000, group, 4 if kind == "push" else 0)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("kind", "num_alike"), [("all_reduce", 4), ("send", 4), ("all_gather", 1)])
+def test_groups_alike_share_the_rate_of_a_shared_link(tmp_path: Path, kind: Any, num_alike: int) -> None:
+    board, wire = LAB["links"]
+    found = cluster(tmp_path, links=[board, wire | {"shared": True}])
+    assert found.paced is not None
+    across, alone = RankGroup(2, 4, 0, num_alike), RankGroup(2, 4, 0, 1)
+    once, fixed = found.paced.collective_s(Collective(kind, 4000, alone)), found.paced.collective_s(Collective(kind, 0, alone))
+    assert found.paced.collective_s(Collective(kind, 4000, across)) == pytest.approx(fixed + num_alike * (once - fixed))
+    inside = RankGroup(2, 1, 0, num_alike)
+    assert found.paced.collective_s(Collective(kind, 4000, inside)) == found.paced.collective_s(Collective(kind, 4000, replace(inside, concurrent=1)))
+    told = prices_of(found, tmp_path / "profile.sqlite")
+    assert told.collective(Collective(kind, 54_321, across)) == pytest.approx(found.paced.collective_s(Collective(kind, 54_321, across)))
+
+
+def test_a_device_makes_up_for_a_late_host_within_a_step_but_not_between_steps() -> None:
+    clock = PacedClock(PricedLinks(PacedPrices(drawn(8, 0)), ()), slack_s=0.5)
+    clock.reset()
+    began_s = clock.free_s
+    time.sleep(0.01)
+    clock.rest(0.02)
+    assert clock.free_s == pytest.approx(began_s + 0.02, abs=1e-4)
+    time.sleep(0.03)
+    clock.begin()
+    assert clock.free_s >= began_s + 0.05
+
+
+@given(st.integers(0, 1000), st.sampled_from([8, 16, 32]))
+def test_drawn_devices_are_legal_and_the_same_for_the_same_seed(seed: int, num_ranks: int) -> None:
+    devices = drawn(num_ranks, seed)
+    assert devices == drawn(num_ranks, seed) and devices.num_devices == num_ranks
+    assert len(devices.slowdowns) == 1 and all(cost.odd_factor > 1 for cost in devices.ops[:-1])
 
 
 def test_a_planner_learns_by_measuring_what_they_take(tmp_path: Path) -> None:
