@@ -9,6 +9,7 @@ Where memory bends or forbids these, autoplan/squeeze.py bounds the shape under 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -29,6 +30,7 @@ from autoplan.squeeze import Place
 from autoplan.stagework import Work
 
 ENOUGH = 0.005  # the search ends once nothing left can be faster by more
+_FEW = 32  # cuts of a short model, which are all tried: the slowest stage alone does not say how long a step takes
 _NUM_DEALT = 3  # cuts that deal blocks out evenly
 _NEAR = 1.1  # times of the best plan, within which a plan is looked at twice
 
@@ -143,14 +145,22 @@ class WorkOut:
             if not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
                 fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
+        tried = dict.fromkeys((cuts, *self._dealt(shape), *self._every(len(step.stage_ranks))))
         return min(
-            (self.result(shape, storing, work, self._starts(each), best_s, is_bent=is_bent) for each in (cuts, *self._dealt(shape))),
+            (self.result(shape, storing, work, self._starts(each), best_s, is_bent=is_bent) for each in tried),
             key=lambda r: (not r.fits, r.step_s if r.fits else r.memory.total, r.starts),
         )
 
     def _starts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         numbers = self.shapes.outline.blocks
         return (0, *(numbers[c] for c in cuts[1:-1]), len(self.shapes.task.graph.blocks))
+
+    def _every(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
+        """All cuts, where there are few."""
+        count = len(self.shapes.outline.blocks)
+        if self.shapes.task.constraints.stage_layers is not None or math.comb(count - 1, num_stages - 1) > _FEW:
+            return ()
+        return tuple((0, *inner, count) for inner in itertools.combinations(range(1, count), num_stages - 1))
 
     def _dealt(self, shape: Shape) -> tuple[tuple[int, ...], ...]:
         """Cuts that give ranks of several stages as much, of which the first are tried."""

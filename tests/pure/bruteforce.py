@@ -73,7 +73,7 @@ class Instance:
 
 def instance(seed: int) -> Instance:
     """A random graph of one to three equal layers and a head, one to four devices, and a memory limit that often binds. Its values have
-    positions, or features alone: then there is one more product in front."""
+    positions, or features alone: then there is one more product in front. A layer that reads the batch is of a pattern of its own: no gradient leaves it."""
     draw = random.Random(seed)
     has_rows = draw.random() < 0.5
     b = Builder(batch=draw.choice([2, 4]))
@@ -88,8 +88,8 @@ def instance(seed: int) -> Instance:
         b.value("w0", "parameter", (first, h))
         x, h = b.linear("x0", "given", "w0"), first
         b.block("prologue", 0, "prologue")
-    for i in range(draw.choice([1, 2, 3])):
-        start, f = len(b.ops), b.factor(size if kind == "plain" else inner)
+    for i in range(draw.choice([1, 1, 2] if has_rows else [1, 2, 3])):
+        start, f, pattern = len(b.ops), b.factor(size if kind == "plain" else inner), "first" if x == "given" else "layer"
         b.value(f"up{i}", "parameter", (f, h))
         x = b.linear(f"u{i}", x, f"up{i}")
         x = b.elementwise(f"g{i}", [x], (x,))
@@ -98,7 +98,7 @@ def instance(seed: int) -> Instance:
             h = b.factor(size)
             b.value(f"down{i}", "parameter", (h, f))
             x = b.linear(f"d{i}", x, f"down{i}")
-        b.block(f"layers.{i}", start, "layer", layer=True)
+        b.block(f"layers.{i}", start, pattern, layer=True)
     start = len(b.ops)
     b.value("head", "parameter", (v, h))
     x = b.linear("logits", x, "head")
