@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,14 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 _PREFIX = "module."  # of everything that the wrapper holds
 
 
+@contextmanager
+def _outside_of_meta() -> Iterator[None]:
+    """A capture computes tensors of its own; a caller's `with torch.device("meta")` is meant for the model and the batch."""
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+        yield
+
+
+@_outside_of_meta()
 def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, training: bool = True, check: bool = True, precision: str | None = None) -> Graph:
     """One training (or evaluation) step of `model` on the global batch, as a Graph.
 

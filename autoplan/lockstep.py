@@ -42,7 +42,7 @@ class _Meeting:
 
 
 class _ThreadGroup(dist.ProcessGroup):
-    """A process group whose ranks are threads. Only what the operators of `runtime.sharded` use: all-reduce and all-to-all."""
+    """A process group whose ranks are threads. Only what the operators of `runtime.sharded` use: all-reduce, all-gather, reduce-scatter, all-to-all."""
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -65,6 +65,17 @@ class _ThreadGroup(dist.ProcessGroup):
             else:
                 raise ValueError(f"threads in lock-step can sum and take the maximum, asked {op}")
         return _over(tensors)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        output.copy_(torch.cat(self._meeting.exchange(self._rank, input)).view_as(output))
+        return _over([output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        parts = torch.stack(self._meeting.exchange(self._rank, input)).sum(0)
+        output.copy_(parts.view(self._size, *output.shape)[self._rank])
+        return _over([output])
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.13
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None) -> Any:
         sent = self._meeting.exchange(self._rank, input)

@@ -134,6 +134,13 @@ def domain_splits(graph: Graph, tp: int, dim: int = 2) -> dict[str, dict[str, st
     return chosen
 
 
+def splits_by_name(graph: Graph, labels: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """For every block pattern, the labels of its first block's operators that `labels` names."""
+    first = {block.pattern: block for block in reversed(graph.blocks)}
+    ops = {pattern: graph.ops[block.start : block.stop] for pattern, block in first.items()}
+    return {pattern: {op.name: labels[op.name] for op in found if op.name in labels} for pattern, found in ops.items()}
+
+
 def _readable(graph: Graph, op: Op, option: Option, produced: Mapping[str, Layout], block_start: int) -> bool:
     loop = loop_of(graph, op, option.label)
     if loop is not None and graph.batch_factor in (loop.factor, *(factor for _, factor in loop.gathers)):

@@ -19,7 +19,7 @@ import autoplan
 from autoplan.frontend import capture
 from autoplan.schemes import feature_axes
 from runtime.traffic import traffic
-from tests.plans import domain_splits, manual_plan, random_splits
+from tests.plans import domain_splits, manual_plan, random_splits, splits_by_name
 from tests.zoo import ZOO
 
 TINY = 1e-4  # a gradient this small beside the global norm counts as zero and is measured against the global norm
@@ -29,8 +29,8 @@ TINY = 1e-4  # a gradient this small beside the global norm counts as zero and i
 class Case:
     """One plan to try on one model.
 
-    `constraints`: search; else `plan` are keyword arguments of `manual_plan`, `splits_seed` draws random splits, and
-    `domain` divides that dimension of the input's positions wherever an operator can.
+    `constraints`: search; else `plan` are keyword arguments of `manual_plan`, `splits_seed` draws random splits, `labels` names the
+    option of operators by their names, and `domain` divides that dimension of the input's positions wherever an operator can.
     """
 
     model: str
@@ -41,6 +41,7 @@ class Case:
     optimizer: str = "SGD"
     steps: int = 2
     domain: int | None = None
+    labels: Mapping[str, str] | None = None
 
     def __str__(self) -> str:
         how = self.constraints if self.constraints is not None else {**self.plan, "splits": self.splits_seed, "domain": self.domain}
@@ -127,6 +128,7 @@ def _parallel(case: Case, model: torch.nn.Module, batch: Any, world_size: int) -
     degree = max((dict(own)["tp"] for own in case.plan.get("stage_meshes", ())), default=degree)
     splits = random_splits(graph, degree, case.splits_seed, gathered=several is not None) if case.splits_seed is not None else None
     splits = domain_splits(graph, degree, case.domain) if case.domain is not None else splits
+    splits = splits_by_name(graph, case.labels) if case.labels is not None else splits
     return autoplan.parallelize(model, batch, plan=manual_plan(graph, splits=splits, **case.plan))
 
 

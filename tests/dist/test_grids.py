@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,14 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from runtime.collective import all_gather_vary, raw_all_reduce, reduce_scatter
-from runtime.mesh import Axis, Mesh, build_mesh
-from runtime.record import Traffic
-from runtime.sharded_ops import gathered_linear, split_layer_norm
+import autoplan
+from runtime.mesh import build_mesh
+from runtime.sharded_ops import split_layer_norm
 from tests.dist import parity
 from tests.dist.launch import run_ranks
 from tests.dist.parity import Case, run_cases
+from tests.gridproducts import GOLDEN, Found, cube_product, cut, distance, plane_product
 from tests.zoo import ZOO
 
 
@@ -45,83 +47,72 @@ def layer() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Layer(), {"x": torch.randn(8, 6, 32), "labels": torch.randint(0, 12, (8, 6))}
 
 
-M, K, N = 64, 96, 128
+class Products(nn.Module):
+    """Nothing but products and what is done by element between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*widths, bias=False) for widths in ((16, 32), (32, 16)) * 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for product in self.layers:
+            x = torch.tanh(product(x))
+        return (x - y).square().mean()
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes that a rank has at rest, and that autograd keeps beside them from forward to backward; and both as the plan says."""
+
+    parameter_bytes: int
+    saved_bytes: int
+    planned_parameter_bytes: int
+    planned_saved_bytes: int
+
+
+WHOLE = Share(*(8 * 4 * 16 * 32, 8 * 8 * (16 + 32 + 16 + 32 + 16 + 16)) * 2)  # 8 rows in fp64: what every product and tanh reads, and the difference
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def share_of(**how: Any) -> Share:
+    torch.manual_seed(0)
+    model, batch = Products().double(), {name: torch.randn(8, 16, dtype=torch.float64) for name in ("x", "y")}
+    ranks = dist.get_world_size()
+    pm = autoplan.parallelize(model, batch, cluster=f"cpu:1x{ranks}", constraints=autoplan.Constraints(**how), optimizer="sgd")
+    own = {local(p).untyped_storage().data_ptr(): local(p).nbytes for p in pm.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = local(x).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        pm.forward_backward(batch)
+    memory = pm.plan.forecast.stages[0].memory
+    return Share(sum(own.values()), sum(size for place, size in kept.items() if place not in own), memory.parameters, memory.activations)
+
+
+def fraction(parameters: int, saved: int) -> Share:
+    """One in so many of the whole."""
+    shares = WHOLE.parameter_bytes // parameters, WHOLE.saved_bytes // saved
+    return Share(*shares, *shares)
+
+
 GRID, DEPTH, CUBE = (("tpx", 2), ("tpy", 2)), (("tpd", 2), ("tpx", 2), ("tpy", 2)), (("tpx", 2), ("tpy", 2), ("tpz", 2))
 
 
-def whole_product() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, A, y = x A^T and the gradients of sum(y c)."""
-    x, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed, shape in enumerate(((M, K), (N, K))))
-    c = torch.randn(M, N, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    return x, weight, c, c @ weight, c.t() @ x
-
-
-def wire_elements(traffic: tuple[Traffic, ...], mesh: Mesh) -> float:
-    """Elements that a rank sends, by rings; times the number of ranks."""
-    twice = {"all_reduce": 2.0}
-    sizes = {name: axis.size for name, axis in mesh.axes.items()}
-    sent = sum(twice.get(t.kind, 1.0) * (sizes[t.axis] - 1) / sizes[t.axis] * t.num_bytes / 8 for t in traffic)
-    return sent * mesh.world_size
-
-
-def cut(x: torch.Tensor, dim: int, *axes: Axis) -> torch.Tensor:
-    """This rank's part, the first axis outermost."""
-    for axis in axes:
-        x = x.chunk(axis.size, dim)[axis.index]
-    return x.contiguous()
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
-
-
-def plane_product(axes: tuple[tuple[str, int], ...], *, sums_depth: bool) -> dict[str, Any]:
-    """2D where `axes` are two, 2.5D where depth comes before them."""
+def plane(axes: tuple[tuple[str, int], ...], *, sums_depth: bool) -> Found:
     mesh = build_mesh(axes, timeout_s=60)
-    d, x_axis, y_axis = mesh.axis("tpd"), mesh.axis("tpx"), mesh.axis("tpy")
-    x, weight, c, dx, dweight = whole_product()
-    rows = (d, x_axis)
-    local_x = cut(cut(x, 0, *rows), 1, y_axis).requires_grad_()
-    local_weight = cut(cut(weight, 0, y_axis), 1, x_axis).requires_grad_()
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        y = gathered_linear(local_x, local_weight, axes=(x_axis, y_axis), gathers=((1, 1, 1, K, 1), (0, 1, 1, K, 1)))
-    with mesh.recorder.action("B", "backward"):
-        y.backward(cut(cut(c, 0, *rows), 1, y_axis))
-    assert local_x.grad is not None and local_weight.grad is not None
-    grad = raw_all_reduce(local_weight.grad, d) if sums_depth else local_weight.grad
-    wanted_y = cut(cut(F.linear(x, weight), 0, *rows), 1, y_axis)
-    errors = (
-        distance(y.detach(), wanted_y),
-        distance(local_x.grad, cut(cut(dx, 0, *rows), 1, y_axis)),
-        distance(grad, cut(cut(dweight, 0, y_axis), 1, x_axis)),
-    )
-    return {"errors": errors, "wire": wire_elements(mesh.recorder.traffic(), mesh), "kept": sum(kept), "rows": local_x.detach()[:, 0].tolist()}
+    return plane_product(mesh.axis("tpd"), mesh.axis("tpx"), mesh.axis("tpy"), sums_depth=sums_depth)
 
 
-def cube_product(*, keeps_gathered: bool) -> dict[str, Any]:
-    """What was gathered is kept for the backward pass, as Bian et al. count, or gathered again there."""
+def cube(*, keeps_gathered: bool) -> Found:
     mesh = build_mesh(CUBE, timeout_s=60)
-    i, j, k = (mesh.axis(name) for name in ("tpx", "tpy", "tpz"))
-    x, weight, c, dx, dweight = whole_product()
-    local_x = cut(cut(x, 0, i, j), 1, k).requires_grad_()
-    local_weight = cut(cut(weight, 0, j), 1, k, i).requires_grad_()
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        if keeps_gathered:
-            part = F.linear(all_gather_vary(local_x, 0, 1, M // 2, 1, axis=j), all_gather_vary(local_weight, 1, 1, K // 2, 1, axis=i))
-        else:
-            part = gathered_linear(local_x, local_weight, axes=(i, j), gathers=((1, 1, 1, K // 2, 1), (0, 0, 1, M // 2, 1)))
-        y = reduce_scatter(part, 0, 1, M // 2, 1, axis=k)
-    with mesh.recorder.action("B", "backward"):
-        y.backward(cut(cut(c, 0, i, k), 1, j))
-    assert local_x.grad is not None and local_weight.grad is not None
-    errors = (
-        distance(y.detach(), cut(cut(F.linear(x, weight), 0, i, k), 1, j)),
-        distance(local_x.grad, cut(cut(dx, 0, i, j), 1, k)),
-        distance(local_weight.grad, cut(cut(dweight, 0, j), 1, k, i)),
-    )
-    return {"errors": errors, "wire": wire_elements(mesh.recorder.traffic(), mesh), "kept": sum(kept)}
+    return cube_product(mesh.axis("tpx"), mesh.axis("tpy"), mesh.axis("tpz"), keeps_gathered=keeps_gathered)
 
 
 def norm_of_large_numbers() -> float:
@@ -132,12 +123,13 @@ def norm_of_large_numbers() -> float:
 
 
 def on_four() -> tuple[Any, ...]:
-    return plane_product(GRID, sums_depth=True), norm_of_large_numbers(), run_cases(SEARCHED_4)
+    return plane(GRID, sums_depth=True), norm_of_large_numbers(), share_of(tensor="2d", tp=4), run_cases(SEARCHED_4)
 
 
 def on_eight() -> tuple[Any, ...]:
-    products = plane_product(DEPTH, sums_depth=True), plane_product(DEPTH, sums_depth=False)
-    return *products, cube_product(keeps_gathered=False), cube_product(keeps_gathered=True), run_cases(SEARCHED_8, {**ZOO, "layer": layer})
+    products = plane(DEPTH, sums_depth=True), plane(DEPTH, sums_depth=False)
+    shares = share_of(tensor="2.5d", tp=8), share_of(tensor="3d", tp=8)
+    return *products, cube(keeps_gathered=False), cube(keeps_gathered=True), shares, run_cases(SEARCHED_8, {**ZOO, "layer": layer})
 
 
 SEARCHED_4 = [Case("mlp", constraints=dict(tensor="2d", tp=4), dtype="float64"), Case("gpt2", constraints=dict(tensor="2d", tp=4), dtype="float64")]
@@ -153,12 +145,16 @@ def check(outcome: parity.Outcome) -> None:
         assert held.sent == held.planned_sent, f"{outcome.case}: rank {rank} sent {held.sent}, its program says {held.planned_sent}"
 
 
+MK, KN, MN = GOLDEN.m * GOLDEN.k, GOLDEN.k * GOLDEN.n, GOLDEN.m * GOLDEN.n
+
+
 @pytest.mark.timeout(600)
 def test_a_plane_moves_the_volume_of_summa_and_keeps_a_quarter_of_everything() -> None:
-    for product, norm_error, outcomes in run_ranks(on_four, 4, timeout_s=500):
-        assert max(product["errors"]) <= 1e-10
-        assert product["wire"] == 3 * (M * K + K * N) == 55296
-        assert product["kept"] == (M * K + N * K) // 4, "nothing gathered is kept for the backward pass"
+    for product, norm_error, share, outcomes in run_ranks(on_four, 4, timeout_s=500):
+        assert max(product.errors) <= 1e-10
+        assert product.sent * 4 == 3 * (MK + KN) == 55296
+        assert product.kept == (MK + KN) // 4, "nothing gathered is kept for the backward pass"
+        assert share == fraction(4, 4)
         assert norm_error <= 1e-3, "the variance is taken about the mean"
         for outcome in outcomes:
             check(outcome)
@@ -168,15 +164,17 @@ def test_a_plane_moves_the_volume_of_summa_and_keeps_a_quarter_of_everything() -
 @pytest.mark.timeout(600)
 def test_depth_holds_other_rows_and_sums_gradients_and_a_cube_keeps_an_eighth() -> None:
     ranks = run_ranks(on_eight, 8, timeout_s=500)
-    for deep, unsummed, cube, kept, outcomes in ranks:
-        assert max(deep["errors"]) <= 1e-10
-        assert deep["wire"] == 3 * (M * K + 2 * K * N) + 2 * K * N == 116736
-        assert unsummed["errors"][2] > 1e-2, "without the sum over depth the weight's gradient is another one"
-        assert max(*cube["errors"], *kept["errors"]) <= 1e-10
-        assert kept["wire"] == 2 * (M * K + K * N + M * N) == 53248, "the closed form of the paper"
-        assert kept["kept"] == (M * K + N * K) // 4, "which keeps what it gathered"
-        assert cube["wire"] == 53248 + M * K + K * N == 71680, "both operands are gathered again in the backward pass"
-        assert cube["kept"] == (M * K + N * K) // 8, "so that an eighth is kept"
+    for deep, unsummed, again, once, shares, outcomes in ranks:
+        assert max(deep.errors) <= 1e-10
+        assert deep.sent * 8 == 3 * (MK + 2 * KN) + 2 * KN == 116736
+        assert deep.kept == MK // 8 + KN // 4
+        assert unsummed.errors[2] > 1e-2, "without the sum over depth the weight's gradient is another one"
+        assert max(*again.errors, *once.errors) <= 1e-10
+        assert once.sent * 8 == 2 * (MK + KN + MN) == 53248, "the closed form of the paper"
+        assert once.kept == (MK + KN) // 4, "which keeps what it gathered"
+        assert again.sent * 8 == 53248 + MK + KN == 71680, "both operands are gathered again in the backward pass"
+        assert again.kept == (MK + KN) // 8, "so that an eighth is kept"
+        assert shares == (fraction(4, 8), fraction(8, 8)), "every depth has its own rows and the weights of the plane; a cube divides all by eight"
         for outcome in outcomes:
             check(outcome)
         cubes = [outcome for outcome in outcomes if outcome.case.constraints == dict(tensor="3d")]
@@ -185,4 +183,4 @@ def test_depth_holds_other_rows_and_sums_gradients_and_a_cube_keeps_an_eighth() 
             assert not any(use.kind == "all_to_all" for use in outcome.held[0].sent), "products come in pairs: nothing is laid out anew between them"
             assert {held.parameter_bytes for held in outcome.held} == {held.planned_parameter_bytes for held in outcome.held}
             assert outcome.held[0].parameter_bytes <= outcome.dense_bytes // 8 * 1.5, "biases and norms rest on two axes, matrices on three"
-    assert ranks[0][0]["rows"] != ranks[4][0]["rows"]
+    assert len({rank[0].rows for rank in ranks}) == 8, "each rank has rows, or features, of its own"
