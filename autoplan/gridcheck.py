@@ -40,6 +40,16 @@ def check_scheme(constraints: Constraints, world_size: int, batch: int, graph: G
     if scheme not in SEARCHED:
         return
     form = _FORMS[scheme]
+    for name, degree in (("cp", constraints.cp), ("ep", constraints.ep)):
+        if degree is not None and degree > 1:
+            raise InfeasibleError(
+                f"constraint tensor={scheme!r} cannot be had with {name}={degree}: a grid stands beside dp and pp alone. Use tensor='1d' or {name}=1"
+            )
+    if constraints.sequence_parallel:
+        raise InfeasibleError(
+            f"constraint tensor={scheme!r} cannot be had with sequence_parallel=True: a grid divides rows and features between products already. "
+            "Use tensor='1d', or leave sequence_parallel out"
+        )
     if scheme == "3d" and not constraints.sums_plainly:
         raise InfeasibleError("constraint tensor='3d' cannot be had with sync, delay or compression, which were not tried on a cube. Use tensor='2d'")
     degrees = [d for d in range(2, world_size + 1) if world_size % d == 0 and grids(scheme, d)]

@@ -131,7 +131,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
                 share = batch // dp
                 for rows in divisors(share) if can_micro_batch else (share,):
                     if _allows(constraints.micro_batch_size, rows) and rows % ep == 0:
-                        grids = _grids(constraints, tp, rows) if cp == ep == 1 else ((),)
+                        grids = [grid for grid in _grids(constraints, tp, rows) if not grid or cp == ep == 1]
                         ways = contexts.ways(cp, tp)
                         for grid, way, (schedule, chunks) in itertools.product(grids, ways, _schedules(constraints, pp, max_stages)):
                             if _allows(num_stages, pp * chunks):

@@ -5,7 +5,8 @@
 Every scheme takes the best plan of the whole space in which it is fixed, at the product's own analytic prices; no device is needed.
 
     data        replicas alone, with whatever ZeRO stage is best
-    1d .. 3d    `Constraints(tensor=...)`, sequences and images whole; of an image's loops 1d divides channels
+    line        one line of all ranks of a stage: 1d without replicas
+    1d .. 3d    `Constraints(tensor=...)` beside the other axes, sequences and images whole; of an image's loops 1d divides channels
     context     the best degree of "cp", everything else free
     domain      of an image's loops positions alone are divided
     free        what the search takes when nothing is fixed
@@ -34,7 +35,7 @@ from benchmarks.tensor.domain import captured, restricted
 from benchmarks.tensor.schemes import cluster_of, found, graph_of, mesh_of, wire_bytes
 
 Kind = Literal["features", "sequence", "image"]
-COLUMNS = ("data", *SCHEMES, "context", "domain", "free")
+COLUMNS = ("data", "line", *SCHEMES, "context", "domain", "free")
 
 
 class Normed(nn.Module):
@@ -73,8 +74,8 @@ class Case:
 LINKS = (0.25, 1.0, 4.0)
 CASES: Mapping[str, Case] = {
     "1.5d": Case(
-        "65,536 features into two layers of 4,096", "features", "h100-sxm-80gb", 64, 8, 65536, lambda rows: normed(rows, 65536, 4096, 4096),
-        dict(ranks=(8, 16, 64, 256), rows=(16384, 65536, 262144), link=LINKS),
+        "2 layers from 65,536 to 4,096 to 8,192 features", "features", "h100-sxm-80gb", 64, 8, 65536, lambda rows: normed(rows, 65536, 4096, 8192),
+        dict(ranks=(16, 64, 256), rows=(16384, 65536, 262144), link=LINKS),
     ),
     "2d": Case(
         "12 pairs of 8,192 x 32,768, 65,536 positions a row", "features", "a100-sxm-40gb", 16, 64, 4, lambda rows: graph_of(rows, 8192, 12, 65536),
@@ -82,15 +83,15 @@ CASES: Mapping[str, Case] = {
     ),
     "3d": Case(
         "3 layers from 4,096 to 32,768 features", "features", "h100-sxm-80gb", 64, 8, 65536, lambda rows: normed(rows, 4096, 8192, 16384, 32768),
-        dict(ranks=(8, 16, 64, 256), rows=(16384, 65536, 262144), link=LINKS),
+        dict(ranks=(16, 64, 256), rows=(16384, 65536, 262144), link=LINKS),
     ),
     "context": Case(
         "a decoder of Llama-3-8B's sizes, 131,072 positions", "sequence", "h100-sxm-80gb", 32, 8, 2, lambda rows: decoder(32, rows, 131072),
-        dict(ranks=(8, 16, 32, 64), rows=(2, 8, 32), link=LINKS),
+        dict(ranks=(8, 32, 64), rows=(2, 8, 32), link=LINKS),
     ),
     "domain": Case(
         "a U-Net on images of 1,024 x 1,024", "image", "h100-sxm-80gb", 8, 8, 1, lambda rows: captured(1024, rows),
-        dict(ranks=(2, 4, 8, 16), rows=(1, 2, 4, 8), link=LINKS),
+        dict(ranks=(2, 8, 16), rows=(1, 2, 8), link=(0.05, 1.0, 4.0)),
     ),
 }  # fmt: skip
 
@@ -103,6 +104,8 @@ def candidates(name: str, kind: Kind, ranks: int) -> Iterator[tuple[str, autopla
         yield "all", autoplan.Constraints()
     elif name == "data":
         yield "data" if kind == "image" else "all", autoplan.Constraints(dp=ranks, tp=1, pp=1)
+    elif name == "line":
+        yield loops, autoplan.Constraints(tensor="1d", dp=1, **whole)
     elif name == "context":
         degrees = [1 << n for n in range(1, 6) if ranks % (1 << n) == 0] if kind == "sequence" else []
         yield from (("all", autoplan.Constraints(cp=degree)) for degree in degrees)
@@ -112,29 +115,59 @@ def candidates(name: str, kind: Kind, ranks: int) -> Iterator[tuple[str, autopla
         yield loops, autoplan.Constraints(tensor=name, **whole)
 
 
-def best(name: str, case: Case, graph: Graph, given: Mapping[str, float]) -> Plan | str:
-    """The plan of a scheme, or why it has none."""
-    cluster = cluster_of(case.device, int(given["ranks"]), case.per_node, given["link"], given["memory"])
-    plans: list[Plan | str] = []
-    for loops, constraints in candidates(name, case.kind, int(given["ranks"])):
-        plans.append(found(graph if loops == "all" else restricted(graph, LOOPS[loops]), cluster, constraints))
-    fitting = [plan for plan in plans if isinstance(plan, Plan)]
-    if fitting:
-        return min(fitting, key=lambda plan: plan.forecast.step_time_s)
-    return "does not fit" if any("fits on" in str(plan) for plan in plans) else "not possible"
+Setting = tuple[tuple[str, float], ...]  # ranks, rows, link, memory
+
+
+class Bench:
+    """The plans of one case; every setting is searched once."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._graphs: dict[int, Graph] = {}
+        self._plans: dict[tuple[str, Setting], Plan | str] = {}
+
+    @property
+    def base(self) -> dict[str, float]:
+        return {"ranks": self.case.ranks, "rows": self.case.rows, "link": 1.0, "memory": 1.0}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(name for name in COLUMNS if any(True for _ in candidates(name, self.case.kind, self.case.ranks)))
+
+    def best(self, name: str, given: Mapping[str, float]) -> Plan | str:
+        """The plan of a scheme, or why it has none."""
+        key = name, tuple(given.items())
+        if key not in self._plans:
+            self._plans[key] = self._searched(name, given)
+        return self._plans[key]
+
+    def _searched(self, name: str, given: Mapping[str, float]) -> Plan | str:
+        ranks, rows = int(given["ranks"]), int(given["rows"])
+        if rows not in self._graphs:
+            self._graphs[rows] = self.case.graph(rows)
+        graph, cluster = self._graphs[rows], cluster_of(self.case.device, ranks, self.case.per_node, given["link"], given["memory"])
+        plans: list[Plan | str] = []
+        for loops, constraints in candidates(name, self.case.kind, ranks):
+            plans.append(found(graph if loops == "all" else restricted(graph, LOOPS[loops]), cluster, constraints))
+        fitting = [plan for plan in plans if isinstance(plan, Plan)]
+        if fitting:
+            return min(fitting, key=lambda plan: plan.forecast.step_time_s)
+        return "does not fit" if any("fits on" in str(plan) for plan in plans) else "not possible"
 
 
 def told(plan: Plan) -> str:
-    return mesh_of(plan) + (f", {plan.context}" if plan.context else "")
+    """Mesh and ways; on one line of ranks also what its products divide: output features (o), the contraction (i)."""
+    labels = sorted({label[0] for block in plan.blocks for name, label in block.splits.items() if name.startswith("linear") and label[0] in "oi"})
+    products = f", products by {' and '.join(labels)}" if labels and dict(plan.axes).get("tp", 1) > 1 else ""
+    return mesh_of(plan) + products + (f", {plan.context}" if plan.context else "")
 
 
-def table(case: Case) -> None:
-    given = {"ranks": case.ranks, "link": 1.0, "memory": 1.0}
+def table(bench: Bench) -> None:
+    case = bench.case
     print(f"\n{case.what}, {case.rows} rows, {cluster_of(case.device, case.ranks, case.per_node).name}\n")
     print("| scheme | mesh | step | memory | sent by a rank |\n|---|---|---|---|---|")
-    graph = case.graph(case.rows)
-    for name in COLUMNS:
-        plan = best(name, case, graph, given)
+    for name in bench.columns:
+        plan = bench.best(name, bench.base)
         if isinstance(plan, str):
             print(f"| {name} | {plan} | | | |", flush=True)
             continue
@@ -142,14 +175,11 @@ def table(case: Case) -> None:
         print(f"| {name} | {told(plan)} | {step} | {memory} | {num_bytes(int(wire_bytes(plan)))} |", flush=True)
 
 
-def sweep(case: Case, quantity: str) -> None:
+def sweep(bench: Bench, quantity: str) -> None:
     """A line for each value of one quantity, a column for each scheme."""
-    names = [name for name in COLUMNS if name == "free" or any(True for _ in candidates(name, case.kind, case.ranks))]
-    print(f"\n| {quantity} | {' | '.join(names[:-1])} | the search takes |\n|{'---|' * (len(names) + 1)}")
-    for value in case.sweeps[quantity]:
-        given = {"ranks": case.ranks, "rows": case.rows, "link": 1.0, "memory": 1.0} | {quantity: value}
-        graph = case.graph(int(given["rows"]))
-        plans = [best(name, case, graph, given) for name in names]
+    print(f"\n| {quantity} | {' | '.join(bench.columns[:-1])} | the search takes |\n|{'---|' * (len(bench.columns) + 1)}")
+    for value in bench.case.sweeps[quantity]:
+        plans = [bench.best(name, bench.base | {quantity: value}) for name in bench.columns]
         cells = [seconds(plan.forecast.step_time_s) if isinstance(plan, Plan) else "-" for plan in plans]
         free = plans[-1]
         taken = f"{cells[-1]}: {told(free)}" if isinstance(free, Plan) else free
@@ -162,11 +192,11 @@ def main() -> None:
     parser.add_argument("--without-sweeps", action="store_true")
     parser.add_argument("--sweeps", nargs="+", help="these alone, without the table")
     asked = parser.parse_args()
-    case = CASES[asked.case]
+    bench = Bench(CASES[asked.case])
     if not asked.sweeps:
-        table(case)
-    for quantity in asked.sweeps or ([] if asked.without_sweeps else case.sweeps):
-        sweep(case, quantity)
+        table(bench)
+    for quantity in asked.sweeps or ([] if asked.without_sweeps else bench.case.sweeps):
+        sweep(bench, quantity)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,14 @@ def test_a_model_on_meta_gives_the_same_graph_as_one_with_data() -> None:
     assert abstract.values == graph.values
 
 
+def test_a_capture_inside_of_the_meta_devices_context_is_the_one_outside() -> None:
+    model, batch = ZOO["mixtral"]()
+    model, batch = model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()}
+    with torch.device("meta"):
+        inside = capture(model, batch)
+    assert inside == capture(model, batch)
+
+
 def test_a_tensor_passed_twice_is_two_inputs() -> None:
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (self.a(x) * y).sum()

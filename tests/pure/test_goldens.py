@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from autoplan.frontend import capture
 from autoplan.lower import lower
 from benchmarks.tensor.context import Decoder
 from costmodel.cluster import Cluster
-from tests.plans import manual_plan
+from runtime.traffic import traffic
+from tests.plans import manual_plan, splits_by_name
 
 M, K, N = 64, 96, 128
 
@@ -99,3 +101,34 @@ def test_a_layer_of_megatron_sums_twice_in_each_pass() -> None:
         if instr.target.startswith("runtime.") and spec is not None and math.prod(spec.shape) >= stream // 4:
             counts[instr.target, math.prod(spec.shape)] += 1
     assert counts == {("runtime.vary", stream): 2, ("runtime.all_reduce", stream): 2}, "two sums forward, two backward"
+
+
+SPLITS = {f"linear{i}": "o.0" for i in ("", "_1", "_2")} | {f"{name}{i}": "d2" for name in ("view", "transpose") for i in ("", "_1", "_2")}
+SPLITS |= {"scaled_dot_product_attention": "b1", "transpose_3": "d1", "reshape": "d2", "linear_3": "i.0"}
+SPLITS |= {"linear_4": "o", "linear_5": "o", "silu": "d2", "mul": "d2", "linear_6": "i"}
+SEQUENCE = {f"rms_norm{i}": "b1" for i in ("", "_1", "_6", "_8")} | {"embedding": "b1", "add": "d1", "add_1": "d1"}  # the last norm is number 6 or 8
+
+
+def sent_by_layer(labels: Mapping[str, str], recompute: str = "none") -> Counter[tuple[str, str]]:
+    """Elements that a rank of four sends by rings because of one layer, by kind and pass: a model of four layers against one of three."""
+    found: Counter[tuple[str, str]] = Counter()
+    for layers, sign in ((4, 1), (3, -1)):
+        with torch.device("meta"):
+            model = Decoder(layers, hidden=256, heads=8, key_heads=8, ffn=1024, vocab=512)
+            graph = capture(model, {name: torch.empty(8, 128, dtype=torch.int64) for name in ("ids", "labels")})
+        (program,) = lower(manual_plan(graph, tp=4, splits=splits_by_name(graph, labels), recompute=recompute), graph)
+        for use in traffic(program, {"tp": 0}):
+            found[use.kind, use.phase] += sign * int((2 if use.kind == "all_reduce" else 1) * 3 / 4 * use.num_bytes / 4)
+    return Counter({key: count for key, count in found.items() if count})
+
+
+def test_a_layer_on_one_line_sends_the_closed_form_as_sums_or_as_gathers_and_scatters() -> None:
+    stream = 8 * 128 * 256
+    sums = sent_by_layer(SPLITS)
+    assert sums == {("all_reduce", "forward"): 2 * 2 * 3 / 4 * stream, ("all_reduce", "backward"): 2 * 2 * 3 / 4 * stream}
+    assert sums.total() == 8 * 3 / 4 * stream == 1572864
+    assert sent_by_layer(SPLITS, recompute="full").total() == 12 * 3 / 4 * stream == 2359296
+    parts = sent_by_layer(SPLITS | SEQUENCE)
+    assert parts.pop(("all_reduce", "reduce")) == 2 * 256 * 2 * 3 / 4, "the gradients of both norms, once a step"
+    assert parts == {(kind, phase): 2 * 3 / 4 * stream for kind in ("all_gather", "reduce_scatter") for phase in ("forward", "backward")}
+    assert parts.total() == sums.total()

@@ -90,6 +90,6 @@ def peak_of_a_plane(q: int, side: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("q", [2, 4, 8])
 def test_panels_keep_the_peak_of_a_plane_near_its_part_whatever_its_side(q: int) -> None:
-    """A panel of an operand is as large as a rank's part of it, and four of the size are alive beside the six parts; operands gathered whole are q parts each."""
+    """A panel is as large as a rank's part, and four of the size are alive beside the six parts; an operand gathered whole is q of them."""
     peak, parts = peak_of_a_plane(q, 448)
     assert parts <= peak <= parts * (6 + 4) / 6

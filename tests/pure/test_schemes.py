@@ -15,6 +15,7 @@ from autoplan.schemes import grids, joined, parted
 from autoplan.search import forecast_of, plan_of
 from autoplan.simulate import forecast
 from autoplan.task import Task
+from benchmarks.tensor.context import Decoder
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
 from costmodel.opkey import Collective, OpKey, OpTime
@@ -114,8 +115,41 @@ def test_a_cube_is_searched_at_the_price_of_its_program(fixed: dict[str, int]) -
         )
 
 
-def test_a_cube_that_does_not_divide_is_refused_before_anything_runs() -> None:
-    with pytest.raises(autoplan.InfeasibleError, match="divides the rows of the batch by 4"):
-        autoplan.find_plan(Product(), {"x": torch.randn(6, 96)}, cluster="cpu:1x8", constraints=autoplan.Constraints(tensor="3d"))
-    with pytest.raises(autoplan.InfeasibleError, match=r"q=2 divides nothing of aten\.linear"):
-        autoplan.find_plan(Product(95, 127), {"x": torch.randn(8, 95)}, cluster="cpu:1x8", constraints=autoplan.Constraints(tensor="3d"))
+@pytest.mark.parametrize(
+    ("rows", "sizes", "ranks", "asked", "reason"),
+    [
+        (8, (96, 128), 4, dict(tensor="1d", tp=3), "tp=3 multiply to 3, which does not divide the cluster's 4 devices"),
+        (7, (95, 127), 4, dict(tensor="1d", tp=4), "tp=4 can split nothing .*sizes that can be split"),
+        (9, (96, 128), 4, dict(tensor="1.5d", dp=2), "dp=2 does not divide the global batch of 9 rows: nearest that does is dp=1"),
+        (7, (95, 127), 4, dict(tensor="1.5d", tp=4), "tp=4 can split nothing"),
+        (8, (96, 128), 8, dict(tensor="2d", tp=8), "grid of q x q, and 8 is no such product. Nearest: tp=4"),
+        (8, (96, 128), 6, dict(tensor="2d"), "on 6 devices: no divisor of 6 is a grid of q x q. Use tensor='1d', or 4 or 8 devices"),
+        (9, (96, 128), 4, dict(tensor="2d"), "divides the rows of the batch by 2, and a replica has 9. Use a batch that is a multiple of 2"),
+        (8, (95, 127), 4, dict(tensor="2d"), r"q=2 divides nothing of aten\.linear.* \(sizes: 95, 127\)"),
+        (8, (96, 128), 8, dict(tensor="2.5d", tp=4), "grid of d x q x q with d >= 2, and 4 is no such product. Nearest: tp=8"),
+        (6, (96, 128), 8, dict(tensor="2.5d"), "divides the rows of the batch by 4, and a replica has 6. Use a batch that is a multiple of 4"),
+        (8, (95, 127), 8, dict(tensor="2.5d"), r"q=2 divides nothing of aten\.linear"),
+        (8, (96, 128), 4, dict(tensor="3d"), "on 4 devices: no divisor of 4 is a grid of q x q x q"),
+        (6, (96, 128), 8, dict(tensor="3d"), "divides the rows of the batch by 4"),
+        (8, (95, 127), 8, dict(tensor="3d"), r"q=2 divides nothing of aten\.linear"),
+        (8, (96, 128), 8, dict(tensor="2d", cp=2), "with cp=2: a grid stands beside dp and pp alone"),
+        (8, (96, 128), 8, dict(tensor="2.5d", ep=2), "with ep=2: a grid stands beside dp and pp alone"),
+        (8, (96, 128), 4, dict(tensor="2d", sequence_parallel=True), "with sequence_parallel=True"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_what_does_not_divide_is_said_before_anything_is_planned(rows: int, sizes: tuple[int, int], ranks: int, asked: dict, reason: str) -> None:
+    with torch.device("meta"):
+        model, batch = Product(*sizes), {"x": torch.empty(rows, sizes[0])}
+    with pytest.raises(autoplan.InfeasibleError, match=reason):
+        autoplan.find_plan(model, batch, cluster=f"cpu:1x{ranks}", constraints=autoplan.Constraints(**asked))
+
+
+def test_a_grid_that_was_asked_for_is_not_replaced_by_another_division_of_long_sequences() -> None:
+    with torch.device("meta"):
+        model, batch = (
+            Decoder(1, hidden=64, heads=4, key_heads=4, ffn=128, vocab=64),
+            {name: torch.empty(2, 16384, dtype=torch.int64) for name in ("ids", "labels")},
+        )
+    plan = autoplan.find_plan(model, batch, cluster="h100-sxm-80gb:1x4", constraints=autoplan.Constraints(tensor="2d"))
+    assert (plan.degree("cp"), plan.degree("tpx"), plan.degree("tpy")) == (1, 2, 2) and plan.space["tensor"] == ("2d",)
