@@ -69,17 +69,17 @@ def test_a_cube_that_gathers_again_keeps_a_part_and_sends_both_operands_once_mor
 class Alone(dist.ProcessGroup):
     """A group of which one rank is there: its collectives leave their results as they were allocated, and sizes are all that counts."""
 
-    def all_gather_single(self, output: torch.Tensor, *_: Any) -> None:
+    def all_gather_single(self, output: torch.Tensor, *_: Any) -> None:  # type: ignore[override]
         output.zero_()
 
-    reduce_scatter_single = _allgather_base = _reduce_scatter_base = all_gather_single
+    reduce_scatter_single = _allgather_base = _reduce_scatter_base = all_gather_single  # type: ignore[assignment]
 
 
 def peak_of_a_plane(q: int, side: int) -> tuple[int, int]:
     """Most bytes alive in both passes of a product of side x side operands on a rank of a q x q plane, and those of its own parts: operands,
     result, and the gradients of the three."""
     recorder = Recorder()
-    i, j = (Axis(name, q, 0, tuple(range(q)), Alone(0, q), recorder, 30.0) for name in ("tpx", "tpy"))
+    i, j = (Axis(name, q, 0, tuple(range(q)), Alone(0, q), recorder, 30.0) for name in ("tpx", "tpy"))  # type: ignore[call-arg]
     x, weight, dy = (torch.zeros(side // q, side // q) for _ in range(3))
     with PeakMemory([x, weight, dy]) as memory:
         y = gathered_linear(x.requires_grad_(), weight.requires_grad_(), axes=(i, j), gathers=((1, 1, 1, side, 1), (0, 1, 1, side, 1)))
