@@ -48,7 +48,7 @@ HEADS = {f"{name}{i}": "d2" for name in ("unflatten", "transpose") for i in ("",
 ATTENTION = {**HEADS, "scaled_dot_product_attention": "b1", "linear_3_product": "i.0"}
 FORWARD = {**COLUMNS, **BIASES, **ATTENTION, "gelu": "d2", "linear_5_product": "i"}
 VOCABULARY = {"embedding": "v", "flatten_1": "d2", "cross_entropy_loss_1": "v"}
-SEQUENCE = {f"layer_norm{i}": "b1" for i in ("", "_1", "_2")} | {name: "d1" for name in ("linear_3", "add", "linear_5", "add_1")}
+SEQUENCE = {f"layer_norm{i}": "b1" for i in ("", "_1", "_2")} | dict.fromkeys(("linear_3", "add", "linear_5", "add_1"), "d1")
 SUMMED = Case("layer", plan=dict(tp=RANKS), labels={**FORWARD, **VOCABULARY}, dtype="float64")
 GATHERED = Case("layer", plan=dict(tp=RANKS), labels={**FORWARD, **VOCABULARY, **SEQUENCE}, dtype="float64")
 
