@@ -34,7 +34,6 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "launch_factor": (0.05, 16.0),
         "launch_exposed": (0.02, 1.0),
         "gather_overlap": (0.1, 1.0),
-        "gather_efficiency": (0.03, 1.0),
         "gemm_share": (0.4, 1.0),
     },
 }

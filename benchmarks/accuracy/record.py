@@ -173,7 +173,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
         gemm,
         "PURE" in str(row["precision"]),
         stages_of(layers_of_stages(model.layers, pp, p, str(row.get("notes", "")), stack in DEEPSPEED), tp * dp * cp, p, cluster),
-        "asynctp" in text.lower().replace("-", "") or "asynctp" in row["row_id"].lower(),
+        "asynctp" in f"{row['row_id']} {row.get('notes', '')}".lower().replace("-", ""),  # a page named for it measures both ways
         "flash attention off" not in text and stack not in UNFUSED,
         stack == "torchtitan-compile" and dated(row["source"]) >= 2025,
         reported_stage(stack, text),

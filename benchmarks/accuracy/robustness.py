@@ -1,6 +1,6 @@
 """How much the scores depend on the rows that the constants are fitted on.
 
-python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out [SOURCE...]]
+python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out [SOURCE...]] [--path canonical|product]
 
 For each seed a tenth of every source's rows, at least one, is drawn at random, the constants are fitted on them from priors.json, and all rows are
 predicted. Printed: the means over the seeds. --left-out: for each source (or those named), constants fitted on the rows of fit_rows.json of all others.
@@ -42,9 +42,9 @@ def chosen(rows: Mapping[str, Rows]) -> dict[str, Rows]:
     return {source: [row for row in records if row["row_id"] in listed.get(source, ())] for source, records in rows.items()}
 
 
-def scores(rows: Mapping[str, Rows], calibration: Calibration) -> dict[str, Score]:
+def scores(rows: Mapping[str, Rows], calibration: Calibration, path: str = "canonical") -> dict[str, Score]:
     """Scores of all sources under one calibration."""
-    predictions = {row["row_id"]: predict(row, calibration) for records in rows.values() for row in records}
+    predictions = {row["row_id"]: predict(row, calibration, path) for records in rows.values() for row in records}
     return {source: score(records, predictions) for source, records in rows.items()}
 
 
@@ -63,18 +63,21 @@ def main() -> None:
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--left-out", nargs="*")
+    parser.add_argument("--path", choices=("canonical", "product"), default="product")
     options = parser.parse_args()
     rows = read(options.rows)
     if options.left_out is not None:
         picked, found = chosen(rows), {}
         for source in options.left_out or rows:
-            found[source] = scores({source: rows[source]}, refit({o: r for o, r in picked.items() if o != source}, priors()))[source]
+            others = {other: records for other, records in picked.items() if other != source}
+            found[source] = scores({source: rows[source]}, refit(others, priors(), options.path), options.path)[source]
             print(table({source: found[source]}).splitlines()[1], flush=True)
         print(table(found).splitlines()[-1])
         return
-    runs = [scores(rows, refit(drawn(rows, seed), priors())) for seed in range(options.seeds)]
-    for seed, run in enumerate(runs):
-        print(f"seed {seed}: {table(run).splitlines()[-1]}")
+    runs = []
+    for seed in range(options.seeds):
+        runs.append(scores(rows, refit(drawn(rows, seed), priors(), options.path), options.path))
+        print(f"seed {seed}: {table(runs[-1]).splitlines()[-1]}", flush=True)
     print(table({source: mean([run[source] for run in runs]) for source in rows}))
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     rows = read([Path(name) for name in sys.argv[1:]])
     chosen = json.loads((Path(__file__).parent / "fit_rows.json").read_text())
     picked = {source: [row for row in records if row["row_id"] in chosen.get(source, ())] for source, records in rows.items()}
-    fitted = refit(picked, priors())
+    fitted = refit(picked, priors(), "product")
     notes = dict(priors().provenance) | {"fit": "benchmarks/accuracy/ship.py on the rows of benchmarks/accuracy/fit_rows.json, from priors.json"}
     fitted = replace(fitted, provenance=notes | residuals(timed(picked), fitted))
     fitted.save(TARGET)

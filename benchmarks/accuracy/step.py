@@ -212,11 +212,23 @@ def layer_s(pricer: Pricer, rank: int, cost: LayerCost) -> tuple[float, float]:
     backward = overlapped_s(backward, backward_tp + again_tp, share, stack.slowdown) + max(0.0, 2 * ring - attention.backward_s)
     if run.zero >= 3 and run.dp * run.cp > 1 and run.pp == 1:
         size = block.layer_parameters(run)
-        gather = pricer.collective("all_gather", size * item_bytes(run.dtype), pricer.data_group()) / stack.gather_efficiency
-        scatter = pricer.collective("reduce_scatter", size * reduce_bytes(run), pricer.data_group()) / stack.gather_efficiency
+        gather = _gathered_s(pricer, "all_gather", size * item_bytes(run.dtype))
+        scatter = _gathered_s(pricer, "reduce_scatter", size * reduce_bytes(run))
         forward = overlapped_s(forward, gather, stack.gather_overlap, stack.slowdown)
         backward = overlapped_s(backward, gather + scatter, stack.gather_overlap, stack.slowdown)
     return forward, backward
+
+
+def _gathered_s(pricer: Pricer, kind: CollectiveKind, num_bytes: float) -> float:
+    """A ZeRO-3 collective over the data axis, through all ports that the group has or, by the stack (`one_port`), through one of each node."""
+    run, group = pricer.run, pricer.data_group()
+    seconds = pricer.collective(kind, num_bytes, group)
+    tier = run.cluster.tiers_within(group)[-1]
+    if pricer.stack.one_port and tier is not run.cluster.groups[0].tiers[0]:
+        link = pricer.calibration.link(tier.name)
+        rate = tier.port_bytes_per_s * link.ring_share * (1.0 if tier.measured_bytes_per_s else link.efficiency)
+        seconds = max(seconds, (group.size - 1) / group.size * num_bytes / rate)
+    return seconds
 
 
 def reduce_bytes(run: Run) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.accuracy.footprint import saved_bytes
-from benchmarks.accuracy.predict import predict
+from benchmarks.accuracy.predict import predict, refit
 from benchmarks.accuracy.product import Product
 from benchmarks.accuracy.record import Run, run_of
 from benchmarks.accuracy.step import Pricer, canonical_pipeline, step_time
@@ -84,3 +84,15 @@ def test_stages_wait_for_what_they_send() -> None:
 def test_what_the_planner_does_not_offer_falls_back_and_says_so() -> None:
     found = predict(row(tp=4, pp=4, dp=1, layer_partitions=[2, 0, 2, 2]), load(), "product")
     assert "leave one without work" in found["canonical"] and found["iteration_s"] > 0
+
+
+def test_a_fit_of_the_product_path_meets_what_that_path_predicts() -> None:
+    """Of stages that hold a large vocabulary the two paths differ: constants of the one would leave the other beside the measurement."""
+    measured = row(tp=1, pp=6, dp=2, global_batch=64)
+    one, start = run_of(measured), load()
+    seconds = step_time(one, start, Product(one, start).pipeline).total_s * 1.04
+    measured["measured"] = {"iteration_s": seconds}
+    of_product = predict(measured, refit({"s": [measured]}, start, "product"), "product")["iteration_s"]
+    of_canonical = predict(measured, refit({"s": [measured]}, start), "product")["iteration_s"]
+    assert abs(of_product / seconds - 1) <= abs(of_canonical / seconds - 1)
+    assert of_product == pytest.approx(seconds, rel=0.02)

@@ -72,6 +72,28 @@ def test_tensor_parallelism_across_nodes_is_a_disaster() -> None:
     assert time_of(tp=16, pp=1, dp=4) > 1.5 * time_of(tp=8, pp=2, dp=4)
 
 
+def test_a_page_named_for_asynchronous_tensor_parallelism_measures_without_it_too() -> None:
+    page = dict(source="torchtitan:benchmarks/asyncTP_llama3.md", act="swiglu", sequence_parallel=True, notes="torch.compile")
+    without, beside = (run_of(row(row_id=f"titan-async-70B-{way}", **page)) for way in ("vanillaTP", "asyncTP"))
+    assert (without.async_tp, beside.async_tp) == (False, True)
+    assert step_time(beside, load()).total_s < 0.98 * step_time(without, load()).total_s
+
+
+def test_gathers_through_one_port_take_as_long_on_twice_the_nodes() -> None:
+    """And so does a step of one micro-batch that they decide: half of the tokens a GPU make it no shorter."""
+
+    def step_s(gpus: int, **plan: Any) -> float:
+        sizes = dict(source="megatron", layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152)
+        return time_of(n_gpus=gpus, tp=1, pp=1, dp=gpus, zero_stage=3, micro_batch=1536 // gpus, global_batch=1536, **sizes, **plan)
+
+    assert step_s(1536) == pytest.approx(step_s(768), rel=0.1)
+    stack = load().stack("deepspeed-zero3")
+    assert stack.one_port and not load().stack("llm-foundry").one_port
+    wide = replace(load(), stacks={**load().stacks, "deepspeed-zero3": replace(stack, one_port=False)})
+    run = run_of(row(n_gpus=1536, tp=1, pp=1, dp=1536, zero_stage=3, micro_batch=1, global_batch=1536))
+    assert step_time(run, wide).total_s < 0.7 * step_time(run, load()).total_s
+
+
 def test_more_micro_batches_shrink_the_bubble() -> None:
     few, many = time_of(pp=8, dp=1, global_batch=16), time_of(pp=8, dp=1, global_batch=128)
     assert many < 0.75 * 8 * few
