@@ -116,12 +116,13 @@ def compare(
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     precision: Precision = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="draw it here, as HTML")] = None,
     json: Json = False,
 ) -> None:
     """Price the plans that well-known systems would use beside the one found here."""
     from autoplan.commands.comparing import compare_command
 
-    compare_command(model, cluster, baselines, global_batch, seq, precision, as_json=json)
+    compare_command(model, cluster, baselines, global_batch, seq, precision, output, as_json=json)
 
 
 @app.command()

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
 from autoplan.api import find_plan, load_cluster
 from autoplan.baselines import BASELINES, baseline
 from autoplan.clusterprices import prices_of
-from autoplan.commands.console import note, say, say_json, working
+from autoplan.commands.console import note, say, say_json, working, write_whole
 from autoplan.commands.listing import table
 from autoplan.commands.planning import default_precision, load_model
 from autoplan.errors import InfeasibleError, UsageError
 from autoplan.explain import short
 from autoplan.frontend import capture
-from autoplan.plan import Plan
+from autoplan.report import Row, comparison
 from autoplan.units import num_bytes, seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One strategy: its plan, or why it has none."""
-
-    name: str
-    plan: Plan | None
-    reason: str = ""
-
-
-def compare_command(model: str, cluster: str, baselines: str, global_batch: int | None, seq: int | None, precision: str | None, *, as_json: bool) -> None:
+def compare_command(
+    model: str, cluster: str, baselines: str, global_batch: int | None, seq: int | None, precision: str | None, output: Path | None, *, as_json: bool
+) -> None:
     names = [name.strip() for name in baselines.split(",") if name.strip()]
     for name in names:
         if name not in BASELINES:
@@ -45,6 +38,8 @@ def compare_command(model: str, cluster: str, baselines: str, global_batch: int 
                 rows.append(Row(name, baseline(name, graph, found, prices, precision=precision)))
             except InfeasibleError as error:
                 rows.append(Row(name, None, str(error)))
+    if output is not None:
+        write_whole(output, comparison(rows))
     if as_json:
         say_json([_as_dict(row) for row in rows])
         return
@@ -59,7 +54,7 @@ def compare_command(model: str, cluster: str, baselines: str, global_batch: int 
                 (row.name, seconds(forecast.step_time_s), f"{forecast.step_time_s / best_s:.2f}×", num_bytes(forecast.peak_memory_bytes), short(row.plan))
             )
     say(table(lines))
-    note("Predicted, all by one cost model.")
+    note("Predicted, all by one cost model." + ("" if output is None else f" Picture: {output}"))
 
 
 def _as_dict(row: Row) -> dict[str, object]:

@@ -1,20 +1,18 @@
-"""The page: sections in reading order, one style sheet, no script and nothing from outside."""
+"""The page of one plan: its sections in reading order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from autoplan.explain import degrees, short
 from autoplan.forecast import Measured
 from autoplan.plan import Plan
+from autoplan.report.document import document, section
 from autoplan.report.markup import esc, table
 from autoplan.report.memory import memory_bars
 from autoplan.report.planmap import plan_map
 from autoplan.report.timeline import timeline
 from autoplan.units import count, figures, num_bytes, seconds
-
-STYLE = Path(__file__).parent.parent / "data" / "report.css"
 
 
 def html(plan: Plan, measured: Measured | None = None) -> str:
@@ -27,31 +25,28 @@ def html(plan: Plan, measured: Measured | None = None) -> str:
     if measured:
         timelines += _captioned("measured", timeline(plan, measured.events, longest_s, "Measured timeline of one step"))
     sections = [
-        _section("why", "Why this plan", _list(plan.reasons) + _warnings(plan) if plan.reasons or plan.warnings else ""),
-        _section(
+        section("why", "Why this plan", _list(plan.reasons) + _warnings(plan) if plan.reasons or plan.warnings else ""),
+        section(
             "map",
             "Plan map",
             plan_map(plan),
             "What is divided on the tensor axis (colour and letter) and on the data axis (bar below), for every operator that computes.",
         ),
-        _section("timeline", "One step", timelines, "One rank of each pipeline stage. Numbers are micro-batches; gaps are idle time."),
-        _section("memory", "Memory", memory_bars(plan), "The fullest rank of each stage at its fullest moment; the line marks what the device has."),
-        _section("alternatives", "Ranked alternatives", _alternatives(plan)),
-        _section("stages", "Stages", _stages(plan)),
-        _section("collectives", "Communication of one rank and step", _collectives(plan)),
-        _section("space", "What was searched", _space(plan)),
-        _section("assumptions", "Assumptions", _list(forecast.assumptions)),
+        section("timeline", "One step", timelines, "One rank of each pipeline stage. Numbers are micro-batches; gaps are idle time."),
+        section("memory", "Memory", memory_bars(plan), "The fullest rank of each stage at its fullest moment; the line marks what the device has."),
+        section("alternatives", "Ranked alternatives", _alternatives(plan)),
+        section("stages", "Stages", _stages(plan)),
+        section("collectives", "Communication of one rank and step", _collectives(plan)),
+        section("space", "What was searched", _space(plan)),
+        section("assumptions", "Assumptions", _list(forecast.assumptions)),
     ]
-    title = f"{plan.model} on {plan.cluster}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{esc(title)} – autoplan</title><style>{STYLE.read_text(encoding="utf-8")}</style></head>'
-        "<body><main>"
+    body = (
         f'<header><p class="brand">autoplan</p><h1>{esc(plan.model)} <span>on {esc(plan.cluster)}</span></h1><p class="lead">{_summary(plan)}</p></header>'
         f"{_tiles(plan, measured)}{''.join(sections)}"
         f"<footer>plan version {plan.version} · model {esc(plan.model_fingerprint[:12])} · cluster {esc(plan.cluster_fingerprint[:12])}"
-        f" · prices {esc(forecast.source)}</footer></main></body></html>\n"
+        f" · prices {esc(forecast.source)}</footer>"
     )
+    return document(f"{plan.model} on {plan.cluster}", body)
 
 
 def _summary(plan: Plan) -> str:
@@ -134,10 +129,3 @@ def _list(items: Iterable[str]) -> str:
 
 def _captioned(caption: str, body: str) -> str:
     return f"<figure>{f'<figcaption>{esc(caption)}</figcaption>' if caption else ''}{body}</figure>"
-
-
-def _section(anchor: str, title: str, body: str, note: str = "") -> str:
-    if not body:
-        return ""
-    said = f'<p class="quiet">{esc(note)}</p>' if note else ""
-    return f'<section id="{anchor}" aria-labelledby="{anchor}-title"><h2 id="{anchor}-title">{esc(title)}</h2>{said}{body}</section>'

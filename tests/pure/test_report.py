@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 from sampleplan import sample_measured, sample_plan
 
-from autoplan.report import html
+from autoplan.report import Row, comparison, html
 from autoplan.units import count, num_bytes, seconds
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -95,3 +95,13 @@ def test_quantities_read_well() -> None:
     assert [num_bytes(v) for v in (0, 1023, 1536, 80 * 2**30)] == ["0 B", "1,023 B", "1.5 KiB", "80 GiB"]
     assert [count(v) for v in (999, 1.27e6)] == ["999", "1.27 M"]
     assert count(3e12, "FLOP") == "3 TFLOP"
+
+
+def test_strategies_are_drawn_side_by_side_and_one_without_a_plan_says_why() -> None:
+    plan = sample_plan()
+    slow = replace(plan, forecast=replace(plan.forecast, step_time_s=2 * plan.forecast.step_time_s))
+    page = comparison([Row("autoplan", plan), Row("ddp <b>", slow), Row("fsdp", None, "needs 3 GiB more")])
+    drawn = parsed(page).rects
+    assert drawn["lane"] == 3  # a step of each plan, and once in the legend
+    assert "2.00×" in page and "needs 3 GiB more" in page and "<b>ddp &lt;b&gt;</b>" in page
+    assert page == comparison([Row("autoplan", plan), Row("ddp <b>", slow), Row("fsdp", None, "needs 3 GiB more")])
