@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoplan
+from autoplan.lower import lower
 from runtime.mesh import build_mesh
+from runtime.program import Program
 from runtime.sharded_ops import split_layer_norm
 from tests.dist import parity
 from tests.dist.launch import run_ranks
@@ -122,6 +125,19 @@ def norm_of_large_numbers() -> float:
     return distance(found.double(), cut(F.layer_norm(x.double(), (64,)), 1, axis))
 
 
+def unsummed(*args: Any, **how: Any) -> tuple[Program, ...]:
+    """What a plan becomes, without the sums of gradients over depth."""
+    drop = lambda stored: replace(stored, partial=tuple(axis for axis in stored.partial if axis != "tpd"))  # noqa: E731
+    programs = lower(*args, **how)
+    assert any("tpd" in stored.partial for program in programs for stage in program.stages for stored in stage.stored)
+    return tuple(replace(program, stages=tuple(replace(s, stored=tuple(map(drop, s.stored))) for s in program.stages)) for program in programs)
+
+
+def without_sums_over_depth() -> parity.Outcome:
+    with patch("autoplan.programs.lower", unsummed):
+        return run_cases([Case("mlp", constraints=dict(tensor="2.5d", tp=8), dtype="float64")])[0]
+
+
 def on_four() -> tuple[Any, ...]:
     return plane(GRID, sums_depth=True), norm_of_large_numbers(), share_of(tensor="2d", tp=4), run_cases(SEARCHED_4)
 
@@ -129,7 +145,7 @@ def on_four() -> tuple[Any, ...]:
 def on_eight() -> tuple[Any, ...]:
     products = plane(DEPTH, sums_depth=True), plane(DEPTH, sums_depth=False)
     shares = share_of(tensor="2.5d", tp=8), share_of(tensor="3d", tp=8)
-    return *products, cube(keeps_gathered=False), cube(keeps_gathered=True), shares, run_cases(SEARCHED_8, {**ZOO, "layer": layer})
+    return *products, cube(keeps_gathered=False), cube(keeps_gathered=True), shares, without_sums_over_depth(), run_cases(SEARCHED_8, {**ZOO, "layer": layer})
 
 
 SEARCHED_4 = [Case("mlp", constraints=dict(tensor="2d", tp=4), dtype="float64"), Case("gpt2", constraints=dict(tensor="2d", tp=4), dtype="float64")]
@@ -164,11 +180,11 @@ def test_a_plane_moves_the_volume_of_summa_and_keeps_a_quarter_of_everything() -
 @pytest.mark.timeout(600)
 def test_depth_holds_other_rows_and_sums_gradients_and_a_cube_keeps_an_eighth() -> None:
     ranks = run_ranks(on_eight, 8, timeout_s=500)
-    for deep, unsummed, again, once, shares, outcomes in ranks:
+    for deep, apart, again, once, shares, _, outcomes in ranks:
         assert max(deep.errors) <= 1e-10
         assert deep.sent * 8 == 3 * (MK + 2 * KN) + 2 * KN == 116736
         assert deep.kept == MK // 8 + KN // 4
-        assert unsummed.errors[2] > 1e-2, "without the sum over depth the weight's gradient is another one"
+        assert apart.errors[2] > 1e-2, "without the sum over depth the weight's gradient is another one"
         assert max(*again.errors, *once.errors) <= 1e-10
         assert once.sent * 8 == 2 * (MK + KN + MN) == 53248, "the closed form of the paper"
         assert once.kept == (MK + KN) // 4, "which keeps what it gathered"
@@ -183,4 +199,6 @@ def test_depth_holds_other_rows_and_sums_gradients_and_a_cube_keeps_an_eighth() 
             assert not any(use.kind == "all_to_all" for use in outcome.held[0].sent), "products come in pairs: nothing is laid out anew between them"
             assert {held.parameter_bytes for held in outcome.held} == {held.planned_parameter_bytes for held in outcome.held}
             assert outcome.held[0].parameter_bytes <= outcome.dense_bytes // 8 * 1.5, "biases and norms rest on two axes, matrices on three"
+    mutant = ranks[0][5]  # rank 0 has the whole gradients
+    assert mutant.grad_error > 1e-2 and mutant.weight_error > 1e-4, "without the sums over depth a whole model's gradients are others"
     assert len({rank[0].rows for rank in ranks}) == 8, "each rank has rows, or features, of its own"
