@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from runtime.sharded_ops import split_layer_norm
 from tests.dist import parity
 from tests.dist.launch import run_ranks
 from tests.dist.parity import Case, run_cases
-from tests.gridproducts import GOLDEN, Found, cube_product, cut, distance, plane_product
+from tests.gridproducts import GOLDEN, Found, cube_product, cut, distance, plane_product, ring_elements
 from tests.zoo import ZOO
 
 
@@ -55,7 +56,7 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*widths, bias=False) for widths in ((16, 32), (32, 16)) * 2)
+        self.layers = nn.ModuleList(nn.Linear(*widths, bias=False) for widths in WIDTHS)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for product in self.layers:
@@ -65,15 +66,17 @@ class Products(nn.Module):
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes that a rank has at rest, and that autograd keeps beside them from forward to backward; and both as the plan says."""
+    """Bytes that a rank has at rest, and that autograd keeps beside them from forward to backward; both as the plan says; elements that all ranks send."""
 
     parameter_bytes: int
     saved_bytes: int
     planned_parameter_bytes: int
     planned_saved_bytes: int
+    sent: float
 
 
-WHOLE = Share(*(8 * 4 * 16 * 32, 8 * 8 * (16 + 32 + 16 + 32 + 16 + 16)) * 2)  # 8 rows in fp64: what every product and tanh reads, and the difference
+WIDTHS = ((16, 32), (32, 16)) * 2
+WHOLE = Share(*(8 * 4 * 16 * 32, 8 * 8 * (16 + 32 + 16 + 32 + 16 + 16)) * 2, 0)  # 8 rows in fp64: what every product and tanh reads, and the difference
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -96,13 +99,16 @@ def share_of(**how: Any) -> Share:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         pm.forward_backward(batch)
     memory = pm.plan.forecast.stages[0].memory
-    return Share(sum(own.values()), sum(size for place, size in kept.items() if place not in own), memory.parameters, memory.activations)
+    mesh = pm.executor.mesh
+    traffic = [use for use in mesh.recorder.traffic() if use.axis in mesh.axes and use.num_bytes > 16 * use.count]  # more than the loss
+    sent = ring_elements(traffic, mesh.axes.values()) * ranks
+    return Share(sum(own.values()), sum(size for place, size in kept.items() if place not in own), memory.parameters, memory.activations, sent)
 
 
-def fraction(parameters: int, saved: int) -> Share:
-    """One in so many of the whole."""
+def fraction(parameters: int, saved: int, sent: Callable[[int, int, int, bool], int], loss: int = 0) -> Share:
+    """One in so many of the whole; `sent` of a product's MK, KN and MN and whether its input has a gradient, and `loss` besides."""
     shares = WHOLE.parameter_bytes // parameters, WHOLE.saved_bytes // saved
-    return Share(*shares, *shares)
+    return Share(*shares, *shares, loss + sum(sent(8 * k, k * n, 8 * n, place > 0) for place, (k, n) in enumerate(WIDTHS)))
 
 
 GRID, DEPTH, CUBE = (("tpx", 2), ("tpy", 2)), (("tpd", 2), ("tpx", 2), ("tpy", 2)), (("tpx", 2), ("tpy", 2), ("tpz", 2))
@@ -170,7 +176,7 @@ def test_a_plane_moves_the_volume_of_summa_and_keeps_a_quarter_of_everything() -
         assert max(product.errors) <= 1e-10
         assert product.sent * 4 == 3 * (MK + KN) == 55296
         assert product.kept == (MK + KN) // 4, "nothing gathered is kept for the backward pass"
-        assert share == fraction(4, 4)
+        assert share == fraction(4, 4, lambda mk, kn, mn, passes: (2 + passes) * (mk + kn), loss=8 * 16), "nothing is laid out anew between products"
         assert norm_error <= 1e-3, "the variance is taken about the mean"
         for outcome in outcomes:
             check(outcome)
@@ -190,7 +196,9 @@ def test_depth_holds_other_rows_and_sums_gradients_and_a_cube_keeps_an_eighth() 
         assert once.kept == (MK + KN) // 4, "which keeps what it gathered"
         assert again.sent * 8 == 53248 + MK + KN == 71680, "both operands are gathered again in the backward pass"
         assert again.kept == (MK + KN) // 8, "so that an eighth is kept"
-        assert shares == (fraction(4, 8), fraction(8, 8)), "every depth has its own rows and the weights of the plane; a cube divides all by eight"
+        deeper = fraction(4, 8, lambda mk, kn, mn, passes: (2 + passes) * (mk + 2 * kn) + 2 * kn, loss=8 * 16)  # squares, summed whole
+        eighth = fraction(8, 8, lambda mk, kn, mn, passes: 2 * (mk + kn + mn) + passes * (mk + kn))
+        assert shares == (deeper, eighth), "every depth has its own rows and the weights of the plane; a cube divides all by eight; products come in pairs"
         for outcome in outcomes:
             check(outcome)
         cubes = [outcome for outcome in outcomes if outcome.case.constraints == dict(tensor="3d")]
