@@ -30,6 +30,7 @@ from autoplan.api import Batch, LossFn
 from autoplan.errors import UsageError
 from autoplan.frontend import loss_of
 from autoplan.parallelmodel import ParallelModel
+from autoplan.plan import workers_of
 from autoplan.schemes import row_unit
 from runtime.snapshot import revert, snapshot
 
@@ -196,7 +197,7 @@ def _around(size: int) -> list[int]:
 
 def _unit(model: ParallelModel) -> int:
     """What sizes must be multiples of, so that every data rank fills every micro-batch with as many rows, and every rank that divides these."""
-    return model.plan.degree("dp") * model.plan.num_micro_batches * _row_parts(model)
+    return len(workers_of(model.plan)) * model.plan.num_micro_batches * _row_parts(model)
 
 
 def _row_parts(model: ParallelModel) -> int:

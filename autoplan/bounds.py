@@ -117,7 +117,7 @@ class Bounds:
         group = axis_group(step.axes, "dp")
         ranks = RankGroup(shards, group.stride, 0, group.concurrent)
         is_moving = step.zero > 0 and shards > 1
-        tail_s = self.optimizer_s / max(shards, step.num_servers)
+        tail_s = self.optimizer_s / max(shards, len(step.servers))
         if step.zero == 0 and group.size > 1 and step.sync == "allreduce" and not step.sums.is_own:
             tail_s += self.pricer.collective("all_reduce", BUCKET_BYTES, group) / BUCKET_BYTES * width.gradient
         gathered, reduced = (dict.fromkeys(blocks, 0.0) for _ in range(2))
@@ -237,7 +237,7 @@ class Bounds:
         m, shards = step.num_micro_batches, step.shards
         trained = max(0, sum(b.count * b.num_trained for b in blocks.values()) - self.room.again)
         group = axis_group(step.axes, "dp")
-        tail = self.optimizer_s * trained / max(shards, step.num_servers)
+        tail = self.optimizer_s * trained / max(shards, len(step.servers))
         if step.sync != "allreduce" or (step.is_split and step.zero and shards > 1):
             return m * total + tail
         if step.zero == 0 or shards == 1:

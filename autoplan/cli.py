@@ -76,6 +76,7 @@ def plan(
     sync: Annotated[str | None, fixed("allreduce, ps (parameter servers) or async")] = None,
     staleness: Annotated[int | None, fixed("async: steps that a worker may be ahead")] = None,
     servers: Annotated[str | None, fixed("data ranks that serve parameters, like 0,2 (left out: all)")] = None,
+    workers: Annotated[str | None, fixed("data ranks that compute, like 0,1 (left out: all)")] = None,
     compression: Annotated[str | None, fixed("gradients sent as 8bit, 1bit or 1bit-adam")] = None,
     delay: Annotated[int | None, fixed("1: a step applies the gradients of the step before it")] = None,
     max_memory: Annotated[str | None, fixed("a device's limit, like 40GiB")] = None,
@@ -91,7 +92,7 @@ def plan(
 
     chosen = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "sequence_parallel": sequence_parallel, "zero": zero, "zero_group": zero_group}
     chosen |= {"micro_batch_size": micro_batch_size, "schedule": schedule, "stage_layers": stage_layers, "recompute": recompute, "max_memory_bytes": max_memory}
-    chosen |= {"sync": sync, "staleness": staleness, "servers": servers}
+    chosen |= {"sync": sync, "staleness": staleness, "servers": servers, "workers": workers}
     chosen |= {"compression": compression, "delay": delay}
     plan_command(model, cluster, global_batch, seq, chosen, optimizer, precision, top, time_limit, output, as_json=json)
 

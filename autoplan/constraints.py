@@ -50,6 +50,7 @@ class Constraints:
     sync: str | None = None
     staleness: int | None = None  # steps that a worker may be ahead of the slowest
     servers: tuple[int, ...] | None = None  # data ranks that serve parameters; None: all
+    workers: tuple[int, ...] | None = None  # data ranks that compute; None: all
     delay: int | None = None
     compression: str | None = None
     max_memory_bytes: int | None = None
@@ -92,11 +93,30 @@ class Constraints:
     def _check_servers(self) -> None:
         if self.staleness is not None and (not isinstance(self.staleness, int) or isinstance(self.staleness, bool) or self.staleness < 0):
             raise UsageError(f"constraint staleness={self.staleness!r}: a number of steps, 0 or more, is needed")
-        if self.servers is not None:
-            servers = tuple(self.servers)
-            if not servers or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in servers) or len({*servers}) < len(servers):
-                raise UsageError(f"constraint servers={self.servers!r}: data ranks that serve are needed, each once, like (0, 2)")
-            object.__setattr__(self, "servers", tuple(sorted(servers)))
+        for name, what in (("servers", "serve"), ("workers", "compute")):
+            if (given := getattr(self, name)) is not None:
+                ranks = tuple(given)
+                if not ranks or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in ranks) or len({*ranks}) < len(ranks):
+                    raise UsageError(f"constraint {name}={given!r}: data ranks that {what} are needed, each once, like (0, 2)")
+                object.__setattr__(self, name, tuple(sorted(ranks)))
+        if self.workers is not None:
+            self._check_workers(self.workers)
+
+    def _check_workers(self, workers: tuple[int, ...]) -> None:
+        """Every data rank works or serves, so that there are as many as are named: `dp` follows."""
+        if self.servers is None:
+            raise UsageError(f"constraint workers={workers} without servers: say which data ranks serve, for instance servers=({max(workers) + 1},)")
+        named = {*workers, *self.servers}
+        if idle := sorted({*range(max(named))} - named):
+            raise UsageError(f"constraints workers={workers} and servers={self.servers}: data rank {idle[0]} would do nothing: name it in one of them")
+        if self.dp not in (None, len(named)):
+            raise UsageError(f"constraints workers={workers} and servers={self.servers} name {len(named)} data ranks, dp={self.dp}: leave dp out")
+        object.__setattr__(self, "dp", len(named))
+
+    @property
+    def num_serving(self) -> int:
+        """Data ranks that serve and compute nothing."""
+        return len({*(self.servers or ())} - {*self.workers}) if self.workers is not None else 0
 
     @property
     def sums_plainly(self) -> bool:
@@ -169,10 +189,11 @@ def check_degrees(constraints: Constraints, world_size: int, batch: int | None) 
         check_filled(constraints, world_size, (1,))
     if world_size % product:
         raise InfeasibleError(f"constraints {_times(fixed)} multiply to {product}, which does not divide the cluster's {world_size} devices")
-    if batch is not None and constraints.dp is not None and batch % constraints.dp:
-        raise InfeasibleError(
-            f"dp={constraints.dp} does not divide the global batch of {batch} rows: nearest that does is dp={nearest_divisor(batch, constraints.dp)}"
-        )
+    replicas = (constraints.dp or 1) - constraints.num_serving
+    if batch is not None and batch % replicas:
+        if constraints.workers is not None:
+            raise InfeasibleError(f"{replicas} workers do not divide the global batch of {batch} rows: nearest that do are {nearest_divisor(batch, replicas)}")
+        raise InfeasibleError(f"dp={replicas} does not divide the global batch of {batch} rows: nearest that does is dp={nearest_divisor(batch, replicas)}")
     group = constraints.zero_group
     if group is not None and (world_size % group or (constraints.dp is not None and constraints.dp % group)):
         raise InfeasibleError(f"zero_group={group} does not divide dp={constraints.dp or world_size}: states are shared by equal groups of replicas")
@@ -180,10 +201,10 @@ def check_degrees(constraints: Constraints, world_size: int, batch: int | None) 
         raise InfeasibleError(f"zero_group={group} with zero=0: nothing is shared under ZeRO-0. Use zero=1, 2 or 3, or leave zero_group out")
     size = constraints.micro_batch_size
     if batch is not None and size is not None:
-        share = batch // (constraints.dp or 1)
+        share = batch // replicas
         if share % size:
             raise InfeasibleError(
-                f"micro_batch_size={size} does not divide the {share} rows of a replica (global batch {batch}, dp={constraints.dp or 1}): "
+                f"micro_batch_size={size} does not divide the {share} rows of a replica (global batch {batch}, {replicas} of them): "
                 f"nearest that does is {nearest_divisor(share, size)}"
             )
 

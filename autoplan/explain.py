@@ -71,6 +71,8 @@ def serving(plan: Plan) -> str:
     if plan.sync == "allreduce":
         return ""
     where = f"data rank{'s' if len(plan.servers) > 1 else ''} {', '.join(map(str, plan.servers))}" if plan.servers else "all data ranks"
+    if plan.workers:
+        where += f" (data rank{'s' if len(plan.workers) > 1 else ''} {', '.join(map(str, plan.workers))} compute{'s' if len(plan.workers) == 1 else ''})"
     if plan.sync == "ps":
         return f"parameter servers on {where}"
     bound = "without a bound of staleness" if plan.staleness is None else f"at most {plan.staleness} step{'s' if plan.staleness != 1 else ''} ahead"

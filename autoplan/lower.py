@@ -19,8 +19,9 @@ from autoplan.deal import data_shares, deal_rows
 from autoplan.errors import UsageError
 from autoplan.graph import Graph, Option
 from autoplan.layout import WHOLE, Layout
-from autoplan.plan import Plan, served_by
+from autoplan.plan import Plan, served_by, workers_of
 from autoplan.schemes import Axes
+from autoplan.serving import check_serving
 from autoplan.stagecode import feed_of, stage_code, stored_of, with_sends
 from autoplan.stagemeshes import check_stage_meshes, meshes_of
 from autoplan.variants import Emitter, Rows
@@ -28,15 +29,17 @@ from runtime.program import BlockCode, Feed, MicroBatch, Program, StageCode, Sta
 
 
 def lower(
-    plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank: int = 0, outputs: bool = False, only: tuple[int, ...] | None = None
+    plan: Plan, graph: Graph, global_rows: int | None = None, *, data_rank: int | None = None, outputs: bool = False, only: tuple[int, ...] | None = None
 ) -> tuple[Program, ...]:
     """One program for each "pp" coordinate, for a global batch of `global_rows` rows (default: the plan's).
 
-    `data_rank` matters only to the preamble where data ranks have unequal rows. `outputs` keeps the model's outputs besides
-    the loss (evaluation). `only`: the stages that are wanted, for prices. Raises UsageError for rows that cannot be dealt.
-    An asynchronous plan's program is that of the worker `data_rank`; evaluation is synchronous.
+    `data_rank` (default: the first that computes) matters only to the preamble where data ranks have unequal rows. `outputs` keeps the model's
+    outputs besides the loss (evaluation). `only`: the stages that are wanted, for prices. Raises UsageError for rows that cannot be dealt,
+    InfeasibleError for a model whose passes need data ranks that serve alone.
+    An asynchronous plan's program is that of the worker `data_rank`, or of the first for a rank that serves alone; evaluation is synchronous.
     """
     rows = plan.global_batch if global_rows is None else global_rows
+    data_rank = workers_of(plan)[0] if data_rank is None else data_rank
     if plan.sync == "async" and not outputs:
         return _worker(plan, graph, rows, data_rank)
     graph = arranged(graph, plan)
@@ -67,11 +70,14 @@ def lower(
                 global_rows=rows,
                 sync=plan.sync if plan.sync == "ps" else "allreduce",
                 servers=plan.servers,
+                workers=plan.workers,
                 compression=plan.compression or "",
                 delay=plan.delay,
                 meshes=side.meshes,
             )
         )
+    for program in programs if len(workers_of(plan)) < plan.degree("dp") else ():
+        check_serving(program)
     return tuple(programs)
 
 
@@ -96,9 +102,9 @@ class _Side:
 
     @property
     def is_even(self) -> bool:
-        """Whether all data ranks have equally many rows at once."""
+        """Whether all data ranks that compute have equally many rows at once."""
         pieces = zip(*self.dealt, strict=True) if self.meshes else [self.local_rows]
-        sizes = [[p if isinstance(p, int) else p.stop - p.start for p in own] for own in pieces]
+        sizes = [[p if isinstance(p, int) else p.stop - p.start for p in own if p] for own in pieces]
         return all(len(set(own)) == 1 for own in sizes)
 
 
@@ -131,7 +137,9 @@ def _side(
         alone = replace(context, axes=(replace(context.axes[0], degree=1), *context.axes[1:]))
         preamble, feeds, kept, given = _preamble(alone, Rows(rows, rows, 1.0, True))
     else:
-        preamble, feeds, kept, given = _preamble(context, Rows(side.local_rows[data_rank], rows, 1 / plan.degree("dp"), side.is_even))
+        own = side.local_rows[data_rank]
+        everywhere = side.is_even and min(side.local_rows) > 0
+        preamble, feeds, kept, given = _preamble(context, Rows(own, rows, 1 / len(workers_of(plan)) if own else 0.0, everywhere))
     context = replace(context, given=given)
     needs = parameter_needs(context)
     return replace(side, context=replace(context, axes=with_rest(context, needs)), needs=needs, preamble=preamble, feeds=feeds, kept=kept)
@@ -140,24 +148,26 @@ def _side(
 def _stage(side: _Side, number: int, rows: int) -> StageCode:
     """One stage, with a body for every number of rows that occurs."""
     sizes = sorted({mb.stop - mb.start for share in side.dealt for mb in share}, reverse=True)
-    share = 1 / (len(side.dealt) * len(side.dealt[0]))
+    share = 1 / sum(len(own) for own in side.dealt)
     lowered = [stage_code(side.context, number, side.needs, Rows(size, rows, share, side.is_even)) for size in sizes]
     return replace(lowered[0], bodies=tuple(stage.bodies[0] for stage in lowered))
 
 
 def _worker(plan: Plan, graph: Graph, rows: int, data_rank: int) -> tuple[Program, ...]:
     """The program of one asynchronous worker: its own rows of the batch as a batch of their own, with nobody on the data axis."""
-    dp, shares = plan.degree("dp"), data_shares(plan, rows)
-    if min(shares) == 0:
+    dp, shares = len(workers_of(plan)), data_shares(plan, rows)
+    data_rank = data_rank if data_rank in workers_of(plan) else workers_of(plan)[0]
+    if min(shares[worker] for worker in workers_of(plan)) == 0:
         raise UsageError(f"a batch of {rows} rows does not reach {dp} workers: give at least {dp} rows, or plan with a smaller dp.")
     axes = tuple((axis, 1 if axis == "dp" else size) for axis, size in plan.axes)
     planned = data_shares(plan, plan.global_batch)[data_rank]
-    alone = replace(plan, axes=axes, sync="allreduce", servers=(), staleness=None, global_batch=planned, shares=())
+    alone = replace(plan, axes=axes, sync="allreduce", servers=(), workers=(), staleness=None, global_batch=planned, shares=())
     start = sum(shares[:data_rank])
     found = []
     for program in lower(alone, graph, shares[data_rank]):
         dealt = tuple(tuple(MicroBatch(m.start + start, m.stop + start) for m in own) for own in program.micro_batches)
-        found.append(replace(program, micro_batches=dealt, global_rows=rows, sync=plan.sync, servers=served_by(plan), staleness=plan.staleness))
+        served = replace(program, sync=plan.sync, servers=served_by(plan), workers=plan.workers, staleness=plan.staleness)
+        found.append(replace(served, micro_batches=dealt, global_rows=rows))
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ from autoplan.lower import lower
 from autoplan.moving import Meshes, check_move, rests_alike, shapes_source
 from autoplan.optimizers import protect
 from autoplan.pacing import pacer_of, rest_after_steps
-from autoplan.plan import Plan
+from autoplan.plan import Plan, workers_of
 from autoplan.planoptimizer import make_optimizer
 from autoplan.precision import cast_batch
 from autoplan.programs import Programs
@@ -188,6 +188,9 @@ class ParallelModel:
         """
         if not self.training:
             raise UsageError("forward_backward was called in evaluation mode: call train() first, or evaluate(batch).")
+        worker = self._executor.worker if self._executor is not None else None
+        if worker is not None and not worker.works:
+            raise UsageError("this rank serves and computes nothing: it makes no steps, call pm.finish(), which returns once all workers have ended")
         return self._run(batch, "train")
 
     def evaluate(self, batch: Batch | Share) -> torch.Tensor:
@@ -262,7 +265,7 @@ class ParallelModel:
         if isinstance(batch, Share):
             return batch.total
         rows, planned = num_rows(batch), self.plan.global_batch
-        return planned if rows == data_shares(self.plan, planned)[self.data_rank] else rows
+        return planned if rows == data_shares(self.plan, planned)[self._reads] else rows
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This rank's parameters, for an optimizer. A rank whose stages hold none gives one of no elements, since torch's optimizers
@@ -388,15 +391,21 @@ class ParallelModel:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among the data-parallel replicas."""
-        return 0 if self.plan.stage_meshes else self.executor.mesh.axis("dp").index
+        """This rank's place among the data-parallel replicas; that of the first for a rank that serves and computes nothing, which reads as that does."""
+        return workers_of(self.plan).index(self._reads)
+
+    @property
+    def _reads(self) -> int:
+        """The data rank whose rows this rank is given."""
+        index = 0 if self.plan.stage_meshes else self.executor.mesh.axis("dp").index
+        return index if index in workers_of(self.plan) else workers_of(self.plan)[0]
 
     @property
     def data_size(self) -> int:
         """Number of data-parallel replicas; 1 where stages have meshes of their own, whose ranks all take the global batch."""
-        return 1 if self.plan.stage_meshes else self.executor.mesh.axis("dp").size
+        return 1 if self.plan.stage_meshes else len(workers_of(self.plan))
 
     def shard(self, batch: Batch) -> Share:
         """This rank's own rows of a global batch."""
         self.prepare(batch)
-        return share_of(batch, data_shares(self.plan, num_rows(batch)), self.data_rank)
+        return share_of(batch, data_shares(self.plan, num_rows(batch)), self._reads)

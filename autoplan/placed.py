@@ -75,7 +75,7 @@ def _numbers_of_stages(task: Task, least: int) -> tuple[int, ...]:
 def _candidates(task: Task, pins: tuple[int | None, ...], pp: int) -> tuple[Placed, ...]:
     batch = task.graph.batch_size or 1
     stride = max(1, task.cluster.num_devices // pp)
-    share = max(1, batch // (task.constraints.dp or 1))
+    share = max(1, batch // ((task.constraints.dp or 1) - task.constraints.num_serving))
     sizes = (task.constraints.micro_batch_size,) if task.constraints.micro_batch_size else (share, max(1, share // (4 * pp)))
     rows = sizes if batch_axis(task.graph).blocker is None else (share,)
     return candidates(task.graph, pins, pp, tuple(dict.fromkeys(rows)), stride, Pricer(task.prices, precision_left(task.graph, task.precision)))

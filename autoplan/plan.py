@@ -79,7 +79,7 @@ class Plan:
     the global batch that each data rank takes; () where they are equal. `micro_batch_size` is that of the largest share. `space` lists every axis that was
     searched with its values. `placement`, where modules were pinned, says which stage every operator is on: (first operator of a run
     in the captured order, stage); blocks and stages are those of the graph in stage order then (autoplan/arrange.py).
-    `sync`, `servers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py;
+    `sync`, `servers`, `workers` (data ranks; (): all of them) and `staleness` say who sums gradients over the data axis, as in runtime/program.py;
     `compression` and `delay` how (docs/training-modes.md).
     `stage_meshes`, where stages differ: the axes inside of each "pp" coordinate, (("dp", 2), ("tp", 4)); `axes` is "pp" alone then, every rank
     takes the global batch, and `micro_batch_size` counts rows of a whole micro-batch (autoplan/stagemeshes.py).
@@ -118,6 +118,7 @@ class Plan:
     version: int = PLAN_VERSION
     context: str = ""
     stage_meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
+    workers: tuple[int, ...] = ()
 
     def degree(self, axis: str) -> int:
         """Ranks along an axis; "tp": along all tensor axes together. Of axes that all stages share alone."""
@@ -169,6 +170,11 @@ class Plan:
         from autoplan.explain import explain
 
         return explain(self)
+
+
+def workers_of(plan: Plan) -> tuple[int, ...]:
+    """The data ranks that compute."""
+    return plan.workers or tuple(range(plan.degree("dp")))
 
 
 def served_by(plan: Plan) -> tuple[int, ...]:

@@ -109,11 +109,11 @@ class Pricer:
             self._ops[key] = found
         return found
 
-    def collective(self, kind: CollectiveKind, num_bytes: int, group: RankGroup, num_servers: int = 0) -> float:
-        """Seconds of one collective, or of a push or pull with `num_servers`; 0 where there is nobody to talk to."""
+    def collective(self, kind: CollectiveKind, num_bytes: int, group: RankGroup, servers: tuple[int, ...] = (), workers: tuple[int, ...] = ()) -> float:
+        """Seconds of one collective, or of what `workers` of the group exchange with its `servers` ((): all); 0 where there is nobody to talk to."""
         if group.size == 1 or num_bytes == 0:
             return 0.0
-        asked = Collective(kind, num_bytes, group, num_servers)
+        asked = Collective(kind, num_bytes, group, servers, workers)
         found = self._collectives.get(asked)
         if found is None:
             found = self._collectives[asked] = self.prices.collective(asked)

@@ -6,7 +6,7 @@ Bytes of a rank = states at rest of its stages (costmodel/memory.py) + what it h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from autoplan.datasums import memory as sum_memory
 from autoplan.forecast import Memory
@@ -43,24 +43,32 @@ def stage_memory(load: StageLoad, step: Step, held_bytes: int, received_bytes: i
         parameters += width.master * -(-frozen // step.shards)
     own = sum_memory(step.sums, load, width, step.zero, step.degree("dp"))
     bucket = own.communication or (min(BUCKET_BYTES, load.trained_elements * width.gradient) if step.zero == 0 and step.degree("dp") > 1 else 0)
-    optimizer = kept.optimizer
-    if step.num_servers:  # states are on the servers alone
-        optimizer -= width.optimizer * (load.trained_elements - -(-load.trained_elements // step.num_servers))
-    if step.sync == "ps":
-        bucket *= step.degree("dp")  # the server receives one of every worker
-    elif step.sync == "async":  # a server's own weights; what is pushed and pulled at once
-        part = -(-load.trained_elements // step.num_servers)
-        parameters += part * rest_width(width)
-        bucket = load.trained_elements * (width.gradient + rest_width(width)) + step.degree("dp") * part * width.gradient
-    return Memory(
+    memory = Memory(
         parameters=parameters,
         gradients=kept.gradients + int(own.gradients),
-        optimizer=optimizer,
+        optimizer=kept.optimizer,
         activations=held_bytes,
         buffers=load.buffer_bytes,
         communication=gathered + bucket + 2 * received_bytes,
         residuals=int(own.residuals),
     )
+    return _served(memory, load, step, bucket) if step.servers else memory
+
+
+def _served(memory: Memory, load: StageLoad, step: Step, bucket_bytes: int) -> Memory:
+    """Bytes of the fuller rank of those that work and those that serve, of `memory` without servers, `bucket_bytes` of it for messages: the states are
+    on the servers alone, which receive from every worker."""
+    width, trained = stage_widths(load, step), load.trained_elements
+    part = -(-trained // len(step.servers))
+    if step.sync == "ps":
+        message, takes, copy = bucket_bytes, bucket_bytes * (step.num_workers - 1), 0
+    else:  # what is pushed and pulled at once; the server's own weights
+        message, takes, copy = trained * (width.gradient + rest_width(width)), step.num_workers * part * width.gradient, part * rest_width(width)
+    works = replace(memory, optimizer=memory.optimizer - width.optimizer * trained, communication=memory.communication - bucket_bytes + message)
+    serves = replace(works, parameters=works.parameters + copy, optimizer=works.optimizer + width.optimizer * part, communication=works.communication + takes)
+    if not step.workers or {*step.workers} & {*step.servers}:
+        return serves
+    return max(works, replace(serves, activations=0), key=lambda m: m.total)
 
 
 def by_rank(each: Sequence[Memory], stage_ranks: Sequence[int]) -> list[Memory]:

@@ -19,12 +19,11 @@ over the groups at once), g and r those of the largest unit,
 A schedule that splits the backward pass gathers a stage at once before its first forward and reduces after its last BW, whatever
 the ZeRO stage (runtime/flow.py says why): F + G, BW + R.
 
-Parameter servers (ZeRO-0, W bytes of gradients, s servers on the p data ranks): instead of the sum over "dp" a push of W, the optimizer
-of a server over its part, a pull of W (costmodel/collective.py: the busiest server's p W / s decides). "async": a worker waits for its own
-push, update and pull alone, but no step is shorter than what the busiest server does for all workers:
+Parameter servers (ZeRO-0, W bytes of gradients, w workers and s servers among the data ranks): instead of the sum over "dp" a push of W, the
+optimizer of a server over its part, a pull of W (costmodel/served.py: the busiest port decides). "async": a worker waits for its own push,
+update and pull alone, visits of the servers, but no step is shorter than what the busiest server does for all workers:
 
-    tail = max(send(W') + u + send(W'), push(W) + p u + pull(W) - compute), u seconds to update one server's part,
-                                                                                          W' = W, without the own part where all serve
+    tail = max(visit(W) + u + visit(W), push(W) + w u + pull(W) - compute), u seconds to update one server's part
 
 After a rank's last action: gradients summed over "dp" (ZeRO-0, buckets; compressed or late: autoplan/datasums.py), "tp" (deferred) and
 tied stages, the optimizer: each once a rank, so that of several stages on a rank the later ones add no latency of their own. The step ends with
@@ -33,7 +32,7 @@ the slowest rank, and not before the late sums of the step before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.datasums import EXACT, Mode
@@ -43,7 +42,7 @@ from autoplan.load import BUCKET_BYTES, StageLoad
 from autoplan.price import Pricer, axis_group
 from autoplan.schemes import degree_of
 from costmodel.memory import Widths, widths
-from costmodel.opkey import RankGroup
+from costmodel.opkey import CollectiveKind, RankGroup
 from runtime.action import Action
 
 
@@ -61,11 +60,17 @@ class Step:
     stage_ranks: tuple[int, ...]
     overlap: bool = True  # transfers run beside compute (GPU copy engines); False on CPUs, whose cores do both
     sync: str = "allreduce"
-    num_servers: int = 0  # of the data ranks, where they serve parameters
+    servers: tuple[int, ...] = ()  # data ranks that serve parameters, where some do
+    workers: tuple[int, ...] = ()  # data ranks that compute; (): all
     sums: Mode = EXACT  # of gradients over the data axis
 
     def degree(self, axis: str) -> int:
         return degree_of(self.axes, axis)
+
+    @property
+    def num_workers(self) -> int:
+        """Data ranks that compute."""
+        return len(self.workers) or self.degree("dp")
 
     @property
     def num_ranks(self) -> int:
@@ -133,6 +138,10 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
     dp = step.degree("dp")
     group = axis_group(step.axes, "dp", pricer.device)
     shards = RankGroup(step.shards, group.stride, group.start, group.concurrent)
+
+    def served(kind: CollectiveKind, num_bytes: int) -> float:
+        return pricer.collective(kind, num_bytes, group, step.servers, step.workers)
+
     trained = load.trained_elements
     tail: list[tuple[str, str, float]] = []
     late: tuple[tuple[str, str, float], ...] = ()
@@ -174,18 +183,18 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device), joins=joins)))
     if load.tied_bytes:
         tail.append(("tied", "pp", 2 * pricer.collective("send", load.tied_bytes, axis_group(step.axes, "pp", pricer.device))))
-    update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, step.num_servers)), step.optimizer, float(width.total), pricer.device)
+    update_s = pricer.prices.optimizer_s(-(-trained // max(step.shards, len(step.servers))), step.optimizer, float(width.total), pricer.device)
     if joins:
         update_s = max(0.0, update_s - pricer.prices.optimizer_s(0, step.optimizer, float(width.total), pricer.device))
     if step.sync == "allreduce" or dp == 1:
         tail.append(("optimizer", "compute", update_s))
     elif step.sync == "ps":
-        tail.append(("push", "dp", pricer.collective("push", trained * width.gradient, group, step.num_servers)))
+        tail.append(("push", "dp", served("push", trained * width.gradient)))
         tail.append(("optimizer", "compute", update_s))
-        tail.append(("pull", "dp", pricer.collective("pull", trained * rest_width(width), group, step.num_servers)))
+        tail.append(("pull", "dp", served("pull", trained * rest_width(width))))
     else:
         busy_s = Durations(forward_s, first_s, backward_s, last_s, (), (), weights_s, last_weights_s).passes_s(step.num_micro_batches)
-        tail += _asynchronous(pricer, group, trained * width.gradient, trained * rest_width(width), update_s, step.num_servers, busy_s)
+        tail += _asynchronous(served, trained * width.gradient, trained * rest_width(width), update_s, step.num_workers, busy_s)
     return Durations(forward_s, first_s, backward_s, last_s, tuple(tail), late, weights_s, last_weights_s)
 
 
@@ -195,14 +204,12 @@ def rest_width(width: Widths) -> int:
 
 
 def _asynchronous(
-    pricer: Pricer, group: RankGroup, push_bytes: int, pull_bytes: int, update_s: float, num_servers: int, busy_s: float
+    served: Callable[[CollectiveKind, int], float], push_bytes: int, pull_bytes: int, update_s: float, num_workers: int, busy_s: float
 ) -> list[tuple[str, str, float]]:
     """What follows a worker's passes of `busy_s` seconds: the module's formula."""
-    far = RankGroup(2, group.stride * (group.size - 1), 0, group.concurrent)
-    part = (group.size - 1) / group.size if num_servers == group.size else 1.0  # a worker's share for its own server stays here
-    push_s, pull_s = (pricer.collective("send", int(size * part), far) for size in (push_bytes, pull_bytes))
-    served_s = pricer.collective("push", push_bytes, group, num_servers) + pricer.collective("pull", pull_bytes, group, num_servers)
-    wait_s = max(0.0, served_s + group.size * update_s - busy_s - push_s - update_s - pull_s)
+    push_s, pull_s = served("visit", push_bytes), served("visit", pull_bytes)
+    served_s = served("push", push_bytes) + served("pull", pull_bytes)
+    wait_s = max(0.0, served_s + num_workers * update_s - busy_s - push_s - update_s - pull_s)
     own = [("push", "dp", push_s), ("optimizer", "compute", update_s), ("pull", "dp", pull_s)]
     return [*own, ("wait for the servers", "dp", wait_s)] if wait_s else own
 

@@ -56,7 +56,7 @@ class _Retrace:
         self.record, self.batches = record, batches
         graph = arranged(capture(model, batches(0, 0), loss_fn, check=False), plan)
         workers = range(record.num_workers)
-        self.programs = [replace(lower(plan, graph, data_rank=w)[0], sync="allreduce", servers=(), staleness=None) for w in workers]
+        self.programs = [replace(lower(plan, graph, data_rank=w)[0], sync="allreduce", servers=(), workers=(), staleness=None) for w in workers]
         mesh = build_mesh(self.programs[0].axes)
         self.executor = Executor(self.programs[0], mesh, dense_source(model, graph), seed=seed, random_by_element=True)
         trained = self.executor.with_gradients()

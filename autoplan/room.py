@@ -124,7 +124,7 @@ class Room:
         return (
             width.parameter / (shards if zero == 3 else 1)
             + width.gradient / (shards if zero >= 2 else 1)
-            + (width.master + width.optimizer / max(1, step.num_servers)) / (shards if zero >= 1 else 1)
+            + (width.master + (0 if step.workers else width.optimizer / max(1, len(step.servers)))) / (shards if zero >= 1 else 1)
         )
 
     def all_bytes(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:

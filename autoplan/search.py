@@ -140,6 +140,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
         placement=graph.runs,
         sync=task.constraints.sync or "allreduce",
         servers=task.constraints.servers or (),
+        workers=task.constraints.workers or (),
         staleness=task.constraints.staleness,
         warnings=(*graph.warnings, *_warnings(searcher), *_mode_warnings(searcher, shape.dp)),
         compression=searcher.shapes.sums.compression or None,

@@ -118,6 +118,8 @@ def worker_class(cls: Any, executor: Executor) -> Any:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            if not worker.works:
+                raise UsageError("this rank serves and computes nothing: it makes no steps, call pm.finish(), which returns once all workers have ended")
             if worker.has_finished:
                 raise UsageError("pm.finish() has ended this run: no step can follow")
             with told():

@@ -35,7 +35,7 @@ from autoplan.room import Counts
 from autoplan.schemes import Axes, feature_axes, scheme_of
 from autoplan.searchcontexts import SearchedContexts
 from autoplan.space import RECOMPUTES, Inside, Shape, Storing, storings
-from autoplan.sync import is_served, num_servers
+from autoplan.sync import is_served, servers_among
 from autoplan.task import Task
 from costmodel.cluster import Cluster
 from costmodel.memory import widths
@@ -74,7 +74,8 @@ class ShapeBounds:
         return Step(
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
             self.task.optimizer, self.task.precision, shape.stage_ranks if self.task.stages is None else self.task.stages.ranks,
-            self.overlap, self.task.constraints.sync or "allreduce", num_servers(self.task.constraints, shape.dp), self.sums,
+            self.overlap, self.task.constraints.sync or "allreduce", servers_among(self.task.constraints, shape.dp),
+            self.task.constraints.workers or (), self.sums,
         )  # fmt: skip
 
     def storings(self, shape: Shape) -> tuple[Storing, ...]:
@@ -108,7 +109,7 @@ class ShapeBounds:
         width = parameter_width(self.task.graph)
         seconds = self.optimizer_s / width / (shape.dp if zero != 0 else 1)
         if is_served(self.task.constraints):  # no more than the parts that every way of serving takes
-            return Price(shape.num_micro_batches, self.optimizer_s / width / max(1, num_servers(self.task.constraints, shape.dp)))
+            return Price(shape.num_micro_batches, self.optimizer_s / width / len(servers_among(self.task.constraints, shape.dp)))
         if shape.dp > 1 and not self.sums.is_own and (zero == 0 or not self.overlap):
             group = axis_group(shape.axes, "dp")
             bucket, large = BUCKET_BYTES, 2**30

@@ -193,12 +193,12 @@ def step_of(program: Program, plan: Plan, *, overlap: bool = False) -> Step:
     """What is the same for all stages of a plan, of which `program` is any rank's."""
     return Step(
         plan.axes, program.schedule, program.num_micro_batches, program.zero, program.zero_group, plan.optimizer, plan.precision, program.stage_ranks,
-        overlap, plan.sync, len(served_by(plan)), Mode(program.compression, program.delay),
+        overlap, plan.sync, served_by(plan), plan.workers, Mode(program.compression, program.delay),
     )  # fmt: skip
 
 
 def program_uses(programs: Sequence[Program]) -> tuple[CollectiveUse, ...]:
-    """What runs: the listed traffic of data rank 0 of the pipeline rank that moves most bytes."""
-    found = [traffic(program, {"pp": rank}) for rank, program in enumerate(programs)]
+    """What runs: the listed traffic of the first data rank that computes, of the pipeline rank that moves most bytes."""
+    found = [traffic(program, {"pp": rank, "dp": program.first_worker}) for rank, program in enumerate(programs)]
     most = max(found, key=lambda uses: sum(use.num_bytes for use in uses))
     return tuple(CollectiveUse(use.kind, use.axis, use.phase, use.num_bytes, use.count) for use in most)

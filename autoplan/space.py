@@ -105,7 +105,7 @@ class Contexts:
 def space(world_size: int, batch: int, max_stages: int, constraints: Constraints, *, can_micro_batch: bool, contexts: Contexts | None = None) -> Space:
     """All plans of `world_size` ranks at a global batch of `batch` rows that the constraints leave.
 
-    dp divides the batch and the micro-batch size a replica's share. Without micro-batches (`can_micro_batch`) a replica's
+    dp, without ranks that serve alone, divides the batch and the micro-batch size a replica's share. Without micro-batches (`can_micro_batch`) a replica's
     share is one micro-batch. The rows of a micro-batch divide by ep.
     """
     contexts = contexts or Contexts()
@@ -116,9 +116,10 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
         for tp in divisors(rest):
             for pp in divisors(rest // tp):
                 dp = rest // tp // pp
+                replicas = max(1, dp - constraints.num_serving)
                 if (
                     pp > max_stages
-                    or batch % (dp * ep)
+                    or batch % (replicas * ep)
                     or not _allows(constraints.tp, tp)
                     or not _allows(constraints.pp, pp)
                     or not _allows(constraints.dp, dp)
@@ -128,7 +129,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
                     continue
                 if constraints.zero_group is not None and dp % constraints.zero_group:
                     continue
-                share = batch // dp
+                share = batch // replicas
                 for rows in divisors(share) if can_micro_batch else (share,):
                     if _allows(constraints.micro_batch_size, rows) and rows % ep == 0:
                         grids = [grid for grid in _grids(constraints, tp, rows) if not grid or cp == ep == 1]

@@ -11,16 +11,17 @@ def is_served(constraints: Constraints) -> bool:
     return constraints.sync in ("ps", "async")
 
 
-def num_servers(constraints: Constraints, dp: int) -> int:
-    """Data ranks that serve; 0 without servers."""
-    return (len(constraints.servers) if constraints.servers else dp) if is_served(constraints) else 0
+def servers_among(constraints: Constraints, dp: int) -> tuple[int, ...]:
+    """Data ranks that serve; () without servers."""
+    return (constraints.servers or tuple(range(dp))) if is_served(constraints) else ()
 
 
 def check_sync(constraints: Constraints) -> None:
     """Raises InfeasibleError, with the reason and a fix, for values that exclude each other."""
     sync, fixed = constraints.sync, constraints
-    if fixed.servers is not None and not is_served(fixed):
-        raise InfeasibleError(f"servers={fixed.servers} without parameter servers (sync={sync!r}): say sync='ps' or 'async', or leave servers out")
+    for name in ("servers", "workers"):
+        if (given := getattr(fixed, name)) is not None and not is_served(fixed):
+            raise InfeasibleError(f"{name}={given} without parameter servers (sync={sync!r}): say sync='ps' or 'async', or leave {name} out")
     if fixed.staleness is not None and sync != "async":
         raise InfeasibleError(f"staleness={fixed.staleness} with sync={sync!r}: gradients are stale under sync='async' alone. Say so, or leave staleness out")
     if not is_served(fixed):

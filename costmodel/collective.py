@@ -10,12 +10,12 @@ A tier carries what the group's ports carry, shared with the twins that leave th
              times (p-1) / peers where devices are wired to each other without a switch
     ring   : base + steps * latency + volume / (rate of the slowest tier); steps = p-1 (all_reduce 2(p-1))
     tree   : base + 2 ceil(log2 p) latency + 2 n / rate                       (all_reduce: small messages)
-    push   : base + latency + max over tiers of max(t (p - i) / s, i (s - t) / s) n / rate      (pull alike, the other way)
-             s servers, of which t = ceil(s i / p) are in a domain with i of the p ranks: what comes in, and what goes out
     levels : base + sum over tiers of steps * latency + (fan-1)/fan n / rate  (all_reduce twice), fan = domains joined
 
 Where domains hold unequal numbers of the ranks, the one with fewest has the fewest ports, and the others wait for it; node groups
 joined by a fabric each have their own tiers, and the slowest decides.
+
+Parameter servers are priced in costmodel/served.py.
 
 A strided group has one member a node and as many twins at the node's ports as fit between its members. Where devices of a node share
 one port (PCIe through the host), all of them are taken to send at once.
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from costmodel.calibration import Calibration
 from costmodel.cluster import Cluster, Tier
 from costmodel.opkey import Collective, RankGroup
+from costmodel.served import served_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,11 @@ def collective_s(collective: Collective, cluster: Cluster, calibration: Calibrat
     group = collective.group
     if collective.kind == "send":
         return _send_s(collective, cluster, calibration)
+    if collective.kind in ("push", "pull", "visit"):
+        return served_s(collective, cluster, calibration)
     if group.size <= 1 or collective.num_bytes == 0:
         return 0.0
-    if collective.kind in ("push", "pull"):
-        price = _served_s
-    else:
-        price = _ring_s if cluster.device(group.start).kind == "cpu" and collective.kind in ("all_reduce", "all_gather", "reduce_scatter") else _fastest_s
+    price = _ring_s if cluster.device(group.start).kind == "cpu" and collective.kind in ("all_reduce", "all_gather", "reduce_scatter") else _fastest_s
     return max(price(collective, path) for path in paths(group, cluster, calibration))
 
 
@@ -117,20 +117,6 @@ def _fastest_s(collective: Collective, path: tuple[Level, ...]) -> float:
     if collective.kind == "all_reduce":
         best = min(best, base + 2 * sum(math.ceil(math.log2(level.fan)) * level.tier.latency_s for level in path) + 2 * n / rate)
     return best
-
-
-def _served_s(collective: Collective, path: tuple[Level, ...]) -> float:
-    p, s = collective.group.size, collective.num_servers
-    assert s > 0, f"a {collective.kind} has at least one server"
-    moved = [served_share(s, p, level.inside) * collective.num_bytes / level.rate_bytes_per_s for level in path]
-    return max(level.base_s for level in path) + max(level.tier.latency_s for level in path) + max(moved)
-
-
-def served_share(num_servers: int, num_ranks: int, inside: int = 1) -> float:
-    """What crosses the border of the busiest domain with `inside` ranks, as a share of one rank's gradients."""
-    servers = math.ceil(num_servers * inside / num_ranks)
-    without = inside if servers * num_ranks > num_servers * inside else 0  # some domain has fewer servers: all of its ranks' goes out
-    return max(servers * (num_ranks - inside) / num_servers, inside * (num_servers - servers) / num_servers, without)
 
 
 def _send_s(collective: Collective, cluster: Cluster, calibration: Calibration) -> float:

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
-from costmodel.collective import served_share
 from costmodel.links import fit
 from costmodel.measure import NotMeasurableError
 from costmodel.opclass import base_name, op_class
 from costmodel.opkey import Collective, OpKey, OpTime
 from costmodel.profile import LinkFit, Profile
+from costmodel.served import busiest_share
 from costmodel.stopwatch import PresentDevice, Stopwatch
 
 _KEY_BUDGET_S = 0.04
@@ -151,13 +151,13 @@ class MeasuredPrices:
         node = self.cluster.groups[0]
         inside = self.cluster.node_of(group.start) == self.cluster.node_of(group.start + (group.size - 1) * group.stride)
         world = node.devices_per_node
-        served = collective.kind in ("push", "pull")  # messages to and from servers
+        served = collective.kind in ("push", "pull", "visit")  # messages to and from servers
         kind = "send" if served else collective.kind
         size = group.size if kind != "send" else 2
         found = self.profile.link(kind, size, world) if inside and node.device.kind == self.profile.env.kind else None
         if found is None:
             return self.fallback.collective(collective)
-        return found.seconds(collective.num_bytes * (served_share(collective.num_servers, group.size) if served else 1.0))
+        return found.seconds(collective.num_bytes * (busiest_share(collective) if served else 1.0))
 
     def _timed(self, collective: Collective) -> LinkFit | None:
         """What the stopwatch tells of collectives like this one; None where it times none."""

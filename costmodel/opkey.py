@@ -52,16 +52,19 @@ class RankGroup:
     concurrent: int = 1
 
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "push", "pull"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "push", "pull", "visit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective. `num_bytes`: of the full tensor (all_gather: its output; reduce_scatter: its input;
-    all_to_all: the local tensor; send: the message; push and pull: what each rank gives to, or takes from, all parameter
-    servers together, of which `num_servers` of the group's ranks serve equal parts)."""
+    all_to_all: the local tensor; send: the message; push and pull: what each worker gives to, or takes from, all parameter
+    servers together; visit: the same, one worker by itself, the one that takes longest).
+
+    `servers` are the places in the group that serve equal parts, `workers` those that compute; (): every place."""
 
     kind: CollectiveKind
     num_bytes: int
     group: RankGroup
-    num_servers: int = 0
+    servers: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()

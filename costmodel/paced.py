@@ -16,7 +16,7 @@ of the whole tensor (of the local one for all_to_all), p ranks:
     all_gather, reduce_scatter, all_to_all       (p-1) latency +   (p-1)/p n / bytes_per_s
     broadcast                          ceil(log2 p) latency +            n / bytes_per_s
     send                                           latency +             n / bytes_per_s
-    push, pull                                     latency + the busiest server's share of n / bytes_per_s (costmodel/collective.py)
+    push, pull, visit                              latency + the busiest rank's share of n / bytes_per_s (costmodel/served.py)
 
 On a shared link the bytes of groups alike that talk at the same time go one after the other: their part takes as many times as long.
 """
@@ -30,10 +30,10 @@ import json
 import math
 from dataclasses import dataclass
 
-from costmodel.collective import served_share
 from costmodel.opclass import op_class
 from costmodel.opkey import Collective, OpKey, OpTime, RankGroup
 from costmodel.roofline import tensor_bytes
+from costmodel.served import busiest_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class PacedDevices:
             return 0.0
         link = self.link(group)
         rate = link.bytes_per_s / (group.concurrent if link.is_shared else 1)
-        if collective.kind in ("push", "pull"):
-            return link.latency_s + served_share(collective.num_servers, p) * n / rate
+        if collective.kind in ("push", "pull", "visit"):
+            return link.latency_s + busiest_share(collective) * n / rate
         steps = {"all_reduce": 2 * (p - 1), "send": 1, "broadcast": math.ceil(math.log2(p))}.get(collective.kind, p - 1)
         volume = {"all_reduce": 2 * (p - 1) / p, "send": 1.0, "broadcast": 1.0}.get(collective.kind, (p - 1) / p)
         return steps * link.latency_s + volume * n / rate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runtime.call import dtype_name
-from runtime.collective import Part, raw_all_gather
+from runtime.collective import Part, everyone, raw_all_gather
 from runtime.errors import BatchError
 from runtime.mesh import Axis
 from runtime.program import Feed, MicroBatch
@@ -74,12 +74,27 @@ def gather_rows(pieces: list[torch.Tensor], dealt: Sequence[Sequence[MicroBatch]
     A value without rows (its first dimension is not the micro-batch's) is the last micro-batch's own.
     """
     counts = [[m.stop - m.start for m in own] for own in dealt]
-    if any(piece.dim() == 0 or piece.shape[0] != rows for piece, rows in zip(pieces, counts[axis.index], strict=True)):
+    if not _has_rows(pieces, dealt[axis.index]):
         return pieces[-1]
     own, totals = torch.cat(pieces), [sum(rows) for rows in counts]
     padded = own.new_zeros((max(totals), *own.shape[1:]))
     padded[: own.shape[0]] = own
     everything = raw_all_gather(padded, Part(0, 1, max(totals) * axis.size, 1), axis).chunk(axis.size)
-    parts = [part for rows, total, sizes in zip(everything, totals, counts, strict=True) for part in rows[:total].split(sizes)]
-    starts = [m.start for own in dealt for m in own]
-    return torch.cat([part for _, part in sorted(zip(starts, parts, strict=True), key=lambda item: item[0])])
+    return _in_order([list(rows[:total].split(sizes)) for rows, total, sizes in zip(everything, totals, counts, strict=True)], dealt)
+
+
+def gather_rows_for_all(pieces: list[torch.Tensor], dealt: Sequence[Sequence[MicroBatch]], axis: Axis) -> torch.Tensor:
+    """The same where some data ranks have no micro-batches, and so do not know the value's form: through memory, from whoever has pieces."""
+    everything = [[piece.to(axis.device) for piece in own] for own in everyone(axis, [piece.cpu() for piece in pieces])]
+    first = next(rank for rank, own in enumerate(dealt) if own)
+    return _in_order(everything, dealt) if _has_rows(everything[first], dealt[first]) else everything[first][-1]
+
+
+def _has_rows(pieces: list[torch.Tensor], own: Sequence[MicroBatch]) -> bool:
+    return all(piece.dim() > 0 and piece.shape[0] == m.stop - m.start for piece, m in zip(pieces, own, strict=True))
+
+
+def _in_order(parts: Sequence[Sequence[torch.Tensor]], dealt: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
+    """Pieces of all data ranks by their first row."""
+    placed = [(m.start, piece) for own, pieces in zip(dealt, parts, strict=True) for m, piece in zip(own, pieces, strict=True)]
+    return torch.cat([piece for _, piece in sorted(placed, key=lambda item: item[0])])

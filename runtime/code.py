@@ -39,6 +39,7 @@ def make_ready(program: Program, storages: Mapping[int, Storage], mesh: Mesh, de
     Raises ValueError for constants without `dense`.
     """
     bodies, known = {}, {}
+    actions = schedule(program.schedule, program.stage_ranks, program.num_micro_batches)
     for stage in program.stages:
         storage = storages[stage.index]
         own = constants(stage, dense or _no_constants, mesh)
@@ -52,7 +53,7 @@ def make_ready(program: Program, storages: Mapping[int, Storage], mesh: Mesh, de
         bodies,
         compile_block(program.preamble, mesh) if program.preamble else None,
         known,
-        schedule(program.schedule, program.stage_ranks, program.num_micro_batches),
+        actions if program.micro_batches[mesh.axis("dp").index] else ((),) * len(actions),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from runtime import checkpoint
 from runtime.action import Schedule
-from runtime.batch import gather_rows
+from runtime.batch import gather_rows, gather_rows_for_all
 from runtime.carry import restored, written
 from runtime.code import Code, make_ready
 from runtime.errors import ScheduleError
@@ -23,7 +23,7 @@ from runtime.norm import clip_grad_norm
 from runtime.order import Record
 from runtime.paced import Pace, Pacer, clock_of, paced
 from runtime.parameter_server import MakeOptimizer
-from runtime.partition import servers_of
+from runtime.partition import servers_of, workers_of
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reducer import Reducer
@@ -84,8 +84,8 @@ class Executor:
             for s in program.stages
         }
         self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
-        self.servers = Servers(self.trainable, served_by, mesh) if program.sync == "ps" else None
-        self.worker = Worker(self.trainable, served_by, program.staleness, mesh) if program.sync == "async" else None
+        self.servers = Servers(self.trainable, served_by, workers_of(program), mesh) if program.sync == "ps" else None
+        self.worker = Worker(self.trainable, served_by, workers_of(program), program.staleness, mesh) if program.sync == "async" else None
         self._own = mesh if self.worker is None else alone(mesh)  # the ranks that step together
         self.reducer = Reducer(program, self.storages, mesh) if is_own else None
         self.carried: list[tuple[Resident, torch.Tensor]] = []  # to be added to the gradients of the next step
@@ -163,13 +163,21 @@ class Executor:
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
                 self._reshard()
                 grads = self._completed()
-                loss, is_suspect = told(self.program.stages, self._at, run.loss, suspicion(grads.values(), self.mesh.device))
+                loss, is_suspect = self._told(run, suspicion(grads.values(), self.mesh.device))
                 faults = not_finite(((r.stored.fqn, grad) for r, grad in grads.items()), self._at) if is_suspect else ()
                 self._finish(run, kept_grads, grads, loss, faults)
             self.num_steps += 1
             guard.is_new, guard.patience_s = False, max(guard.patience_s, 5 * (time.monotonic() - start_s))
             self.mesh.recorder.phase = "between steps"
             return loss
+
+    @property
+    def _only_serves(self) -> bool:
+        """Whether this rank has no micro-batches: it serves parameters and computes nothing."""
+        return not self.code.micro_batches(self._at)
+
+    def _told(self, run: Run, suspicious: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        return told(self.program.stages, self._at, run.loss, suspicious, self.program.first_worker)
 
     def _compiling(self) -> AbstractContextManager[None]:
         """The first step with torch.compile waits for the compiler, a process of its own: whoever is in it is not stuck."""
@@ -178,8 +186,12 @@ class Executor:
     def _completed(self) -> dict[Resident, torch.Tensor]:
         """The gradients of this rank as plain tensors, their sums made; those over the data axis not where the reducer makes them."""
         if self.reducer is None:
-            reduce_over_axes(self.trainable, self._at)
-            sum_tied(self.trainable, self.program.stage_ranks, self._at, self.program.meshes)
+            if self._only_serves:
+                for tensor in self.with_gradients():
+                    tensor.grad = torch.zeros_like(tensor)
+            else:
+                reduce_over_axes(self.trainable, self._at)
+                sum_tied(self.trainable, self.program.stage_ranks, self._at, self.program.meshes)
             if self.servers is not None:
                 self.servers.push()
             return {r: r.local(r.tensor.grad) for r in self.trainable if r.tensor.grad is not None}
@@ -245,7 +257,7 @@ class Executor:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Dense parameters and buffers under the model's own names, aliases included, on rank 0; empty on other ranks."""
-        self._settle()
+        self._complete()
         return collect(self.residents, self.mesh, self.program.stage_ranks, lambda r: None if r.stored.kind == "constant" else r.tensor)
 
     def full_grads(self) -> dict[str, torch.Tensor]:
@@ -300,6 +312,13 @@ class Executor:
             self._meet()
             self._reshard()
 
+    def _complete(self) -> None:
+        """Give all ranks the weights, those that only serve too."""
+        self._settle()
+        if self.servers is not None:
+            with guarded(self.mesh):
+                self.servers.refresh()
+
     def _take(self) -> None:
         """Give the servers the weights that were loaded."""
         if self.worker is not None and self.worker.has_started:
@@ -320,7 +339,7 @@ class Executor:
     def save(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True) -> Saving:
         """Write a checkpoint that loads under any plan and world size (runtime/checkpoint.py). Raises CheckpointError."""
         self.finish_saving()
-        self._settle()
+        self._complete()
         progress = checkpoint.Progress(self.num_steps, self.loss_scale)
         with torch.no_grad():
             carried = written(self.reducer, self.carried, self.mesh)
@@ -335,7 +354,7 @@ class Executor:
 
     def export(self, path: str | os.PathLike, keep: Callable[[str], bool]) -> None:
         """The model as safetensors under its own names (runtime/checkpoint.py). Raises CheckpointError."""
-        self._settle()
+        self._complete()
         checkpoint.export(path, self.residents, self.mesh, self.program.stage_ranks, keep)
 
     def load(self, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -356,14 +375,17 @@ class Executor:
         with guarded(self.mesh):
             run = self._forward(batch)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
-                return told(self.program.stages, self._at, run.loss, torch.zeros((), dtype=torch.float64, device=self.mesh.device))[0]
+                return self._told(run, torch.zeros((), dtype=torch.float64, device=self.mesh.device))[0]
 
     def predict(self, batch: Any) -> dict[str, torch.Tensor]:
         """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""
         self._settle()
         with guarded(self.mesh):
             run = self._forward(batch)
-            return {name: gather_rows(pieces, self.program.micro_batches, self.mesh.axis("dp")) for name, pieces in run.predictions.items()}
+            names = [name for stage in self.program.stages for name in stage.predictions]
+            dealt, axis = self.program.micro_batches, self.mesh.axis("dp")
+            gather = gather_rows if all(dealt) else gather_rows_for_all
+            return {name: gather(run.predictions.get(name, []), dealt, axis) for name in names}
 
     def _new_run(self, batch: Any, actions: Schedule, *, is_training: bool) -> Run:
         self.mesh.recorder.clear()

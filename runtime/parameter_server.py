@@ -23,15 +23,24 @@ MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
 
 class ParameterServer:
-    """Serves flat pieces of weights. `groups[i]` are the numbers of the pieces in the optimizer's group i."""
+    """Serves flat pieces of weights. `groups[i]` are the numbers of the pieces in the optimizer's group i. `silent` are numbers that never push: of
+    ranks that serve and compute nothing."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], make: MakeOptimizer, num_workers: int, bound: int | None) -> None:
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        groups: Sequence[Sequence[int]],
+        make: MakeOptimizer,
+        num_workers: int,
+        bound: int | None,
+        silent: Sequence[int] = (),
+    ) -> None:
         self.weights = [torch.nn.Parameter(w.detach().clone()) for w in weights]
         self.optimizer = make([[self.weights[i] for i in group] for group in groups])
         self.bound = bound
         self.updates = 0
         self.exchanges: list[Exchange] = []
-        self._steps: list[float] = [0] * num_workers  # that each worker has pushed
+        self._steps: list[float] = [math.inf if worker in silent else 0 for worker in range(num_workers)]  # that each has pushed
         self._pulled = [0] * num_workers  # updates that its weights had
         self._resting: set[int] = set()  # workers that wait for all others
         self._changed = threading.Condition()
@@ -87,6 +96,13 @@ class ParameterServer:
         with self._changed:
             self._resting.add(worker)
             self._changed.notify_all()
+
+    def wait_for_rest(self, check: Callable[[], None]) -> None:
+        """Until every worker that has not finished rests."""
+        with self._changed:
+            while any(worker not in self._resting and not math.isinf(steps) for worker, steps in enumerate(self._steps)):
+                self._changed.wait(0.5)
+                check()
 
     def go_on(self, worker: int) -> None:
         """All have come."""

@@ -220,7 +220,7 @@ class _Parser:
         if line.accept("delay"):
             line.expect("=")
             delay = line.integer()
-        sync, servers, staleness = self.sync()
+        sync, servers, workers, staleness = self.sync()
         micro_batches, meshes = self.micro_batches(), []
         while self.begins("mesh"):
             line = self.line("mesh")
@@ -238,7 +238,7 @@ class _Parser:
             raise self.lines[self.at].fail("a stage")
         return Program(
             axes, num_stages, stage_ranks, tuple(stages), schedule, micro_batches, preamble, feeds, preamble_rows, zero, zero_group, rows,
-            sync, servers, staleness, compression, delay, tuple(meshes),
+            sync, servers, staleness, compression, delay, tuple(meshes), workers,
         )  # fmt: skip
 
     def sizes(self, line: _Line) -> tuple[tuple[str, int], ...]:
@@ -262,16 +262,18 @@ class _Parser:
             own.append(MicroBatch(start, line.integer()))
         return (*dealt, tuple(own))
 
-    def sync(self) -> tuple[str, tuple[int, ...], int | None]:
-        """Who sums gradients, the servers and the bound of staleness; the line is left out for all_reduce."""
+    def sync(self) -> tuple[str, tuple[int, ...], tuple[int, ...], int | None]:
+        """Who sums gradients, the servers, the workers and the bound of staleness; the line is left out for all_reduce."""
         if not self.begins("sync"):
-            return "allreduce", (), None
+            return "allreduce", (), (), None
         line = self.line("sync")
         kind = line.take("word")
         line.field("servers")
         servers = tuple(map(int, line.words()))
+        line.field("workers")
+        workers = tuple(map(int, line.words()))
         line.field("staleness")
-        return kind, servers, line.optional()
+        return kind, servers, workers, line.optional()
 
     def stage(self) -> StageCode:
         line = self.line("stage")

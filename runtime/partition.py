@@ -4,7 +4,7 @@ A tensor of at least SPLIT_BYTES is cut evenly over all servers (MXNet's kvstore
 goes whole to the server that has least so far, largest first. Elements are those of the flattened local tensor. Messages are
 buckets of pieces of one kind, so that their number does not grow with the number of tensors.
 
-Per step, W bytes of gradients, p workers, s servers: a worker pushes W and pulls W; a server takes in and gives out p W / s.
+Per step, W bytes of gradients, w workers, s servers: a worker pushes W and pulls W; a server takes in and gives out w W / s.
 Source: Li et al. 2014 (parameter server); MXNet kvstore.
 """
 
@@ -58,6 +58,18 @@ class Bucket:
 def servers_of(program: Program) -> tuple[int, ...]:
     """The data ranks that serve; () where gradients are all-reduced."""
     return (program.servers or tuple(range(dict(program.axes).get("dp", 1)))) if program.sync != "allreduce" else ()
+
+
+def workers_of(program: Program) -> tuple[int, ...]:
+    """The data ranks that compute."""
+    return program.workers or tuple(range(dict(program.axes).get("dp", 1)))
+
+
+def givers(bucket: Bucket, workers: Sequence[int]) -> tuple[int, ...]:
+    """The workers whose gradients a server adds up: all, or of complete ones its own, or the first one's where it does not compute."""
+    if bucket.summed:
+        return tuple(workers)
+    return () if bucket.server in workers else (workers[0],)
 
 
 def partition(tensors: Sequence[Tensor], servers: Sequence[int], split_bytes: int = SPLIT_BYTES) -> tuple[Piece, ...]:
@@ -119,12 +131,16 @@ def moves_of(program: Program, tensors: Sequence[Tensor], with_grads: frozenset[
 
     What an asynchronous server does belongs to no step of its own worker.
     """
-    servers, num_workers = servers_of(program), dict(program.axes).get("dp", 1)
+    servers, workers = servers_of(program), workers_of(program)
     pieces = tuple(piece for piece in partition(tensors, servers) if piece.tensor in with_grads)
     for own in buckets(tensors, pieces, servers):
         for bucket in own:
-            for role, served, phase in (("push", "push_in", "reduce"), ("pull", "pull_out", "update")):
-                if bucket.summed or role == "pull" or program.sync == "async":
+            if program.sync == "async":
+                yield "push", "dp", "reduce", bucket.num_bytes
+                yield "pull", "dp", "update", bucket.num_bytes
+                continue
+            for role, served, phase, peers in (("push", "push_in", "reduce", givers(bucket, workers)), ("pull", "pull_out", "update", workers)):
+                if data_rank in peers:
                     yield role, "dp", phase, bucket.num_bytes
-                    if bucket.server == data_rank and program.sync == "ps":
-                        yield served, "dp", phase, bucket.num_bytes * num_workers
+                if bucket.server == data_rank and peers:
+                    yield served, "dp", phase, bucket.num_bytes * len(peers)

@@ -187,7 +187,8 @@ class Program:
     """What the ranks at one "pp" coordinate run in a step.
 
     `sync` says who sums gradients over the data axis: "allreduce", or parameter servers ("ps", "async": runtime/servers.py)
-    on the data ranks `servers` ((): all of them). `staleness` bounds how many steps a worker may be ahead; None: no bound.
+    on the data ranks `servers` ((): all of them). `workers` are the data ranks that compute ((): all of them); others have no
+    micro-batches and serve. `staleness` bounds how many steps a worker may be ahead; None: no bound.
     `compression`: how gradients are sent over the data axis, a name in runtime/quantiser.py ("": as they are); `delay`: a step
     leaves the gradients of the step so many before it (0 or 1).
     `meshes`, one for each "pp" coordinate, where they are not all alike; `axes` are "pp" and those of this coordinate then, and
@@ -212,7 +213,13 @@ class Program:
     compression: str = ""
     delay: int = 0
     meshes: tuple[StageMesh, ...] = ()
+    workers: tuple[int, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
-        return len(self.micro_batches[0])
+        return max(len(own) for own in self.micro_batches)
+
+    @property
+    def first_worker(self) -> int:
+        """The place of the first rank that computes on the program's data axis, where an asynchronous worker is alone."""
+        return self.workers[0] if self.workers and self.sync != "async" else 0

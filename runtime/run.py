@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,15 +51,15 @@ class Run:
         self._transfers = tuple(known_transfers(program.stages, mb.stop - mb.start) for mb in self._rows)
         feeds = tuple(feed for stage in program.stages for feed in stage.feeds) + program.preamble_feeds
         own = (MicroBatch(0, program.global_rows),) if program.meshes else self._rows
-        self._offset = first_row(self.batch, feeds, own, program.global_rows)
+        self._offset = first_row(self.batch, feeds, own, program.global_rows) if own else 0
         self._post = Post(self.mesh, program.stage_ranks, self._transfers, self.code.actions, program.meshes)
         self._last_backward = {a.stage: a for a in self.code.actions[self.mesh.axis("pp").index] if a.kind in ("B", "BI")}
 
     def run(self) -> None:
-        """All actions of this rank."""
+        """All actions of this rank. One without micro-batches has none, and adds nothing to what the preamble counts."""
         own = self.code.actions[self.mesh.axis("pp").index]
         self._run_preamble()
-        for action, following in zip(own, (*own[1:], None), strict=True):
+        for action, following in zip_longest(own, own[1:]):
             if following is not None:
                 for message in self._awaited(following):
                     self._post.post(message)
@@ -76,7 +77,7 @@ class Run:
         program = self.code.program
         if self.code.preamble is None or program.preamble is None:
             return
-        start, stop = self._rows[0].start - self._offset, self._rows[-1].stop - self._offset
+        start, stop = (self._rows[0].start - self._offset, self._rows[-1].stop - self._offset) if self._rows else (0, 0)
         if program.meshes:  # rows of a data rank do not lie together: all ranks count all of them
             start, stop = 0, program.global_rows
         feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in program.preamble_feeds}

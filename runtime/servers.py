@@ -4,7 +4,8 @@
     pull   every server sends the workers the weights that its optimizer has updated
 
 A server is one of the data ranks, and its part of the weights is its own replica's: what a rank pushes to itself is counted
-but not sent. Between push and update the gradient at rest on a rank is the sum on what it serves and zero elsewhere, so norms,
+but not sent. A data rank that is no worker only serves: it pushes nothing and pulls nothing in a step, and its replica is true in what it serves
+alone, until `refresh`. Between push and update the gradient at rest on a rank is the sum on what it serves and zero elsewhere, so norms,
 scaling, clipping and accumulation need no exchange. Tensor and pipeline coordinates have servers of their own.
 
 Every tensor is dealt by runtime/partition.py. Source: Li et al. 2014; MXNet's dist_sync.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from runtime.collective import raw_all_reduce
 from runtime.errors import failing
 from runtime.mesh import Mesh
-from runtime.partition import Bucket, Piece, Tensor, buckets, partition
+from runtime.partition import Bucket, Piece, Tensor, buckets, givers, partition
 from runtime.storage import Resident
 
 
@@ -42,11 +43,11 @@ class _Transfer:
 
 
 class Servers:
-    """The servers of one tensor and pipeline coordinate, as one of its data ranks sees them. `servers` are data ranks."""
+    """The servers of one tensor and pipeline coordinate, as one of its data ranks sees them. `servers` and `workers` are data ranks."""
 
-    def __init__(self, residents: Sequence[Resident], servers: tuple[int, ...], mesh: Mesh) -> None:
+    def __init__(self, residents: Sequence[Resident], servers: tuple[int, ...], workers: tuple[int, ...], mesh: Mesh) -> None:
         self.residents = tuple(residents)
-        self.servers = servers
+        self.servers, self.workers = servers, workers
         self.mesh = mesh
         self.axis = mesh.axis("dp")
         self.tensors = served_tensors(residents)
@@ -87,27 +88,27 @@ class Servers:
         transfers: list[_Transfer] = []
         given: dict[int, torch.Tensor] = {}  # gradients of the bucket that this rank serves, by worker
         for bucket in turn:
-            if not bucket.summed:
-                continue
+            peers = givers(bucket, self.workers)
             grads = [self.grad(piece) for piece in bucket.pieces]
             flat = torch.cat([grad for grad in grads if grad is not None])
             if bucket.server != axis.index:
-                transfers.append(_Transfer(flat, bucket.server, True, f"push of {flat.nbytes} bytes to the server on"))
+                if axis.index in peers:
+                    transfers.append(_Transfer(flat, bucket.server, True, f"push of {flat.nbytes} bytes to the server on"))
                 continue
-            given[axis.index] = flat
-            for worker in range(axis.size):
+            for worker in peers:
+                given[worker] = flat
                 if worker != axis.index:
                     given[worker] = torch.empty_like(flat)
                     transfers.append(_Transfer(given[worker], worker, False, f"push of {flat.nbytes} bytes from {self._role(worker)} on"))
         self._exchange(transfers)
         for bucket in turn:
-            if not bucket.summed:
-                continue
-            axis.recorder.add("push", axis.name, bucket.num_bytes, start)
-            if bucket.server == axis.index:
-                axis.recorder.add("push_in", axis.name, bucket.num_bytes * axis.size, start)
-                total = given[0].clone()
-                for worker in range(1, axis.size):
+            peers = givers(bucket, self.workers)
+            if axis.index in peers:
+                axis.recorder.add("push", axis.name, bucket.num_bytes, start)
+            if bucket.server == axis.index and peers:
+                axis.recorder.add("push_in", axis.name, bucket.num_bytes * len(peers), start)
+                total = given[peers[0]].clone()
+                for worker in peers[1:]:
                     total += given[worker]
                 for piece, part in zip(bucket.pieces, total.split([p.num_elements for p in bucket.pieces]), strict=True):
                     grad = self.grad(piece)
@@ -115,24 +116,40 @@ class Servers:
                     grad.copy_(part)
 
     def pull(self, updated: Iterable[torch.Tensor]) -> None:
-        """Bring the weights of these parameters from their servers into every replica. All data ranks call it with the same ones."""
+        """Bring the weights of these parameters from their servers into every worker's replica. All data ranks call it with the same ones."""
         wanted = {id(tensor) for tensor in updated}
         present = [piece for piece in self.pieces if id(self.residents[piece.tensor].tensor) in wanted]
         with torch.no_grad(), self.mesh.recorder.action("pull", "update"):
             for turn in _turns(buckets(self.tensors, present, self.servers)):
-                self._pull(turn)
+                start = self.mesh.recorder.mark()
+                self._pull(turn, self.workers)
+                for bucket in turn:
+                    if self.axis.index in self.workers:
+                        self.axis.recorder.add("pull", self.axis.name, bucket.num_bytes, start)
+                    if bucket.server == self.axis.index:
+                        self.axis.recorder.add("pull_out", self.axis.name, bucket.num_bytes * len(self.workers), start)
 
-    def _pull(self, turn: Sequence[Bucket]) -> None:
-        axis, start = self.axis, self.mesh.recorder.mark()
+    def refresh(self) -> None:
+        """Bring all weights into the replicas of the ranks that only serve. All data ranks call it, between steps."""
+        others = tuple(rank for rank in range(self.axis.size) if rank not in self.workers)
+        if others:
+            with torch.no_grad():
+                for turn in _turns(buckets(self.tensors, self.pieces, self.servers)):
+                    self._pull(turn, others)
+
+    def _pull(self, turn: Sequence[Bucket], takers: tuple[int, ...]) -> None:
+        axis = self.axis
         transfers: list[_Transfer] = []
         coming: list[tuple[Bucket, torch.Tensor]] = []
         for bucket in turn:
             views = [self.view(piece) for piece in bucket.pieces]
             if bucket.server == axis.index:
                 flat = torch.cat(views)
-                for worker in range(axis.size):
-                    if worker != axis.index:
-                        transfers.append(_Transfer(flat, worker, True, f"pull of {flat.nbytes} bytes by {self._role(worker)} on"))
+                for taker in takers:
+                    if taker != axis.index:
+                        transfers.append(_Transfer(flat, taker, True, f"pull of {flat.nbytes} bytes by {self._role(taker)} on"))
+                continue
+            if axis.index not in takers:
                 continue
             flat = views[0].new_empty(sum(view.numel() for view in views))
             coming.append((bucket, flat))
@@ -141,10 +158,6 @@ class Servers:
         for bucket, flat in coming:
             for piece, part in zip(bucket.pieces, flat.split([p.num_elements for p in bucket.pieces]), strict=True):
                 self.view(piece).copy_(part)
-        for bucket in turn:
-            axis.recorder.add("pull", axis.name, bucket.num_bytes, start)
-            if bucket.server == axis.index:
-                axis.recorder.add("pull_out", axis.name, bucket.num_bytes * axis.size, start)
 
     def _role(self, data_rank: int) -> str:
         return "the server" if data_rank in self.servers else "the worker"

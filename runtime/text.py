@@ -87,8 +87,8 @@ def _program(p: Program) -> Iterator[str]:
     stages = f"stages {p.num_stages} ranks={words(p.stage_ranks)} schedule={p.schedule} zero={p.zero}"
     mode = f"{f' compression={json.dumps(p.compression)}' if p.compression else ''}{f' delay={p.delay}' if p.delay else ''}"
     yield f"{stages} zero_group={_optional(p.zero_group)} rows={p.global_rows}{mode}"
-    if p.sync != "allreduce":
-        yield f"sync {p.sync} servers={words(p.servers)} staleness={_optional(p.staleness)}"
+    if p.sync != "allreduce" or p.workers:
+        yield f"sync {p.sync} servers={words(p.servers)} workers={words(p.workers)} staleness={_optional(p.staleness)}"
     yield f"micro_batches {_micro_batches(p.micro_batches)}"
     for mesh in p.meshes:
         yield f"mesh {mesh.first} " + " ".join(f"{axis}={size}" for axis, size in mesh.axes)

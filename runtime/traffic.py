@@ -16,8 +16,8 @@ Sums over the data axis that the runtime makes itself, once a step: with B the b
     compressed     1 all_to_all p B; ZeRO-0 also 1 all_gather B
     late, exact    all_reduces in buckets; under ZeRO reduce_scatters of padded rows in buckets
 
-Parameter servers (runtime/partition.py), W bytes of gradients, p workers, s servers: push W and pull W; a server push_in and
-pull_out p W / s each (asynchronous servers are no part of a worker's step). Pulls belong to the optimizer's step, in the phase "update".
+Parameter servers (runtime/partition.py), W bytes of gradients, w workers, s servers: push W and pull W; a server push_in and
+pull_out w W / s each (asynchronous servers are no part of a worker's step). Pulls belong to the optimizer's step, in the phase "update".
 """
 
 from __future__ import annotations
@@ -57,17 +57,24 @@ def moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
         for instr in program.preamble.instrs:
             specs.update(_specs(instr))
             yield from ((use.kind, use.axis, "forward", use.num_bytes) for use in forward_uses(instr, specs, sizes))
+    yield from passes(program, coordinates)
     for stage in program.stages:
-        for count in dict.fromkeys(rows):
-            body = next(body for body in stage.bodies if body.rows == count)
-            yield from tuple(_body_moves(program, stage, body, coordinates)) * rows.count(count)
         for number, count in enumerate(rows if program.meshes else ()):
             yield from _crossing_moves(program, next(body for body in stage.bodies if body.rows == count), coordinates, number)
         if sharding(program) > 1:
             yield from _fsdp_moves(program, stage, len(rows))
-    yield from _reduction_moves(program, coordinates)
+    yield from _reduction_moves(program, coordinates) if rows else _server_moves(program, coordinates)
     if math.prod(sizes.values()) > 1 or program.meshes:
         yield "all_reduce", "world", "reduce", 24  # the loss, its dtype and what is not finite, each a float64
+
+
+def passes(program: Program, coordinates: Coordinates) -> Iterator[Move]:
+    """What moves inside of the forward and backward passes of a rank, ZeRO's gathers and spread crossings left out."""
+    rows = [mb.stop - mb.start for mb in program.micro_batches[coordinates.get("dp", 0)]]
+    for stage in program.stages:
+        for count in dict.fromkeys(rows):
+            body = next(body for body in stage.bodies if body.rows == count)
+            yield from tuple(_body_moves(program, stage, body, coordinates)) * rows.count(count)
 
 
 def sharding(program: Program) -> int:

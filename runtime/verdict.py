@@ -16,21 +16,21 @@ from runtime.reduction import all_reduce_bucket
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def told(stages: Sequence[StageCode], mesh: Mesh, own_loss: torch.Tensor | None, suspicious: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def told(stages: Sequence[StageCode], mesh: Mesh, own_loss: torch.Tensor | None, suspicious: torch.Tensor, first_worker: int = 0) -> tuple[torch.Tensor, bool]:
     """(loss of the global batch with its dtype, whether `suspicious` was not zero on some rank): the same on every rank.
 
-    `own_loss`: this rank's sum over its micro-batches, where one of its `stages` makes the loss.
+    `own_loss`: this rank's sum over its micro-batches, where one of its `stages` makes the loss and it has any; the data rank `first_worker` has.
     """
+    firsts = {"dp": first_worker}
     found = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     found[2] = suspicious
     for stage in stages:
-        if stage.loss is None:
+        if stage.loss is None or own_loss is None:
             continue
-        assert own_loss is not None
         others = [axis for name, axis in mesh.axes.items() if name != "pp" and name not in stage.loss_partial]
-        if all(axis.index == 0 for axis in others):
+        if all(axis.index == firsts.get(axis.name, 0) for axis in others):
             found[0] = own_loss.double()
-        if all(axis.index == 0 for name, axis in mesh.axes.items() if name != "pp"):
+        if all(axis.index == firsts.get(name, 0) for name, axis in mesh.axes.items() if name != "pp"):
             found[1] = _LOSS_DTYPES.index(own_loss.dtype)
     all_reduce_bucket([found], mesh.world)
     loss, dtype, suspects = found.tolist()

@@ -33,6 +33,7 @@ from runtime.servers import served_tensors
 from runtime.storage import Resident
 
 IDLE_S = 3600.0  # a worker that asks for nothing so long is taken to hang
+_RUN_S = 365 * 24 * 3600.0  # no run is longer: a rank that only serves asks for nothing until its end
 _REQUESTS, _ANSWERS = 1, 2  # tags
 _PUSH, _SKIP, _REFRESH, _FINISH, _REST = range(5)
 
@@ -73,16 +74,18 @@ class _Patient:
     """A wait that may take longer than its group's time-out, for `Guard.wait_transfer`."""
 
     work: Any
+    most_s: float
 
     def wait(self) -> None:
-        self.work.wait(timedelta(seconds=2 * IDLE_S))
+        self.work.wait(timedelta(seconds=self.most_s))
 
 
 class Worker:
-    """This rank as a worker among `mesh`'s data ranks, some of which serve. All of them construct one."""
+    """This rank as a worker among `mesh`'s data ranks, some of which serve. All of them construct one, those that are not among `workers` too: they
+    make no steps, and take part in what all do together."""
 
-    def __init__(self, residents: Sequence[Resident], servers: tuple[int, ...], bound: int | None, mesh: Mesh) -> None:
-        self.residents, self.servers, self.bound, self.mesh = tuple(residents), servers, bound, mesh
+    def __init__(self, residents: Sequence[Resident], servers: tuple[int, ...], workers: tuple[int, ...], bound: int | None, mesh: Mesh) -> None:
+        self.residents, self.servers, self.workers, self.bound, self.mesh = tuple(residents), servers, workers, bound, mesh
         self.axis = mesh.axis("dp")
         self.steps = 0
         self.has_finished = False
@@ -95,6 +98,11 @@ class Worker:
     @property
     def has_started(self) -> bool:
         return bool(self._parts)
+
+    @property
+    def works(self) -> bool:
+        """Whether this rank makes steps."""
+        return self.axis.index in self.workers
 
     @property
     def own(self) -> tuple[tuple[Piece, torch.nn.Parameter], ...]:
@@ -111,8 +119,9 @@ class Worker:
         own = next((part for part in self._parts if part.server == self.axis.index), None)
         if own is None:
             return
+        silent = [rank for rank in range(self.axis.size) if rank not in self.workers]
         members = [[i for i, piece in enumerate(own.pieces) if number_of[piece.tensor] == group] for group in range(len(groups))]
-        self.server = ParameterServer([self._weight(p).cpu() for p in own.pieces], members, make, self.axis.size, self.bound)
+        self.server = ParameterServer([self._weight(p).cpu() for p in own.pieces], members, make, self.axis.size, self.bound, silent)
         for worker in range(self.axis.size):
             if worker != self.axis.index:
                 thread = threading.Thread(target=self._serve, args=(own, worker), name=f"server-of-{worker}", daemon=True)
@@ -145,6 +154,9 @@ class Worker:
             else:
                 with self._failing(part.server, "message to"):
                     self._wait(dist.isend(header, self.axis.ranks[part.server], self._group, _REQUESTS), part.server, "message to")
+        if not self.works and self.server is not None:
+            with self.axis.guard.waiting():
+                self.server.wait_for_rest(self._look())
 
     def refresh(self) -> None:
         """Pull the weights as they are."""
@@ -205,7 +217,7 @@ class Worker:
                         self._write(part, messages, start)
                 for part, messages, works in coming:
                     for work in works:
-                        self._wait(_Patient(work), part.server, "pull from")
+                        self._wait(_Patient(work, 2 * IDLE_S if self.works else _RUN_S), part.server, "pull from")
                     self._write(part, messages, start)
 
     def _look(self) -> Callable[[], None]:
@@ -238,7 +250,7 @@ class Worker:
         try:
             while True:
                 header = torch.empty(2 + self._num_rates, dtype=torch.float64)
-                _received(dist.irecv(header, peer, self._group, _REQUESTS), IDLE_S)
+                _received(dist.irecv(header, peer, self._group, _REQUESTS), IDLE_S if worker in self.workers else _RUN_S)
                 request, step, rates = int(header[0]), int(header[1]), header[2:].tolist()
                 if request == _REST:
                     server.rest(worker)

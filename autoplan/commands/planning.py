@@ -83,7 +83,7 @@ def default_precision(asked: str | None, cluster: Cluster) -> str | None:
 def read_constraints(fixed: Mapping[str, Any]) -> Constraints:
     """Constraints from options; None: searched. Raises UsageError."""
     values = dict(fixed)
-    for name in ("stage_layers", "servers"):
+    for name in ("stage_layers", "servers", "workers"):
         if values.get(name) is not None:
             words = values[name].split(",")
             if not all(word.strip().isdigit() for word in words):

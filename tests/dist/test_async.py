@@ -154,6 +154,32 @@ def both_ends(folder: str) -> tuple[list[dict[str, Any]], str]:
     return both(folder), apart()
 
 
+def served_apart(folder: str) -> dict[str, Any]:
+    """Data rank 0 serves, two workers compute, one of them half the steps; all save in the middle."""
+    torch.set_num_threads(1)
+    model, _ = ZOO["mlp"]()
+    example = {key: torch.cat([batches(w, 0)[key] for w in (1, 2)]) for key in ("x", "labels")}
+    plan = manual_plan(capture(model, example), dp=3, sync="async", servers=(0,), workers=(1, 2), staleness=2)
+    pm = autoplan.parallelize(model, example, plan=plan)
+    opt = pm.optimizer(torch.optim.AdamW, **OPTIONS)
+    rank = dist.get_rank()
+    for step in range({0: 0, 1: 8, 2: 4}[rank]):
+        time.sleep(0.02 * rank)
+        pm.forward_backward(batches(rank, step))
+        opt.step()
+        opt.zero_grad()
+        if step == 1:
+            pm.save(f"{folder}/middle", opt)
+    if rank == 0:
+        for call in (lambda: pm.forward_backward(batches(1, 0)), opt.step):
+            with pytest.raises(autoplan.UsageError, match=r"serves and computes nothing.*pm.finish\(\)"):
+                call()
+        pm.save(f"{folder}/middle", opt)
+    record = pm.finish()
+    after = pm.evaluate(example).item()
+    return dict(record=record, plan=pm.plan, weights=pm.full_state_dict(), after=after, served=sorted(opt.state_of(pm.executor.trainable[0])))
+
+
 def in_turn(folder: str) -> dict[str, Any]:
     """Three workers that take turns, and one that is gone before its last step."""
     torch.set_num_threads(1)
@@ -176,6 +202,16 @@ def in_turn(folder: str) -> dict[str, Any]:
     except autoplan.RunError as error:
         return dict(pushes=record, error=str(error))
     return dict(pushes=record)
+
+
+def test_a_rank_that_only_serves_makes_no_steps_and_the_run_replays(tmp_path):
+    ranks = run_ranks(served_apart, 3, str(tmp_path), timeout_s=250)
+    record, first = ranks[0]["record"], ranks[0]
+    assert record.pushes == record.updates == (12,) and record.max_ahead <= 2 and {e.worker for e in record.exchanges[0] if e.kind == "push"} == {1, 2}
+    again = autoplan.retrace(ZOO["mlp"]()[0], first["plan"], record, batches, torch.optim.AdamW, **OPTIONS)
+    assert all(torch.equal(again[name], first["weights"][name]) for name in again) and again.keys() == first["weights"].keys()
+    assert ranks[0]["after"] == ranks[1]["after"] == ranks[2]["after"] and "exp_avg" in ranks[1]["served"]
+    assert (tmp_path / "middle").exists()
 
 
 def test_taking_turns_bounds_staleness_by_the_other_workers_and_a_lost_worker_ends_all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -17,7 +18,9 @@ from runtime.executor import Executor
 from runtime.mesh import build_mesh
 from runtime.traffic import traffic
 from tests.dist.launch import run_ranks
+from tests.dist.parity import loss_of, relative_errors
 from tests.plans import manual_plan, random_splits
+from tests.zoo import ZOO
 
 
 class Exact(nn.Module):
@@ -83,7 +86,7 @@ def equals_all_reduce(folder: str, cases: list[dict[str, Any]]) -> list[str]:
             wrong.append(f"{case}: {what}")
 
     for number, case in enumerate(cases):
-        plain_case = {key: value for key, value in case.items() if key not in ("sync", "servers")}
+        plain_case = {key: value for key, value in case.items() if key not in ("sync", "servers", "workers")}
         served, plain = make(batch, **case), make(batch, **plain_case)
         check("loss", served.forward_backward(batch).item() == plain.forward_backward(batch).item())
         check("gradients", same(served.full_grads(), plain.full_grads()))
@@ -122,11 +125,11 @@ def equals_all_reduce(folder: str, cases: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def closed_form(servers: tuple[int, ...]) -> tuple[dict[str, int], int]:
+def closed_form(servers: tuple[int, ...], workers: tuple[int, ...] = ()) -> tuple[dict[str, int], int]:
     """Bytes by kind that this rank recorded in a step with AdamW, and the bytes of the model."""
     torch.set_num_threads(1)
     batch = make_batch()
-    pm = make(batch, dp=4, sync="ps", servers=servers)
+    pm = make(batch, dp=4, sync="ps", servers=servers, workers=workers)
     with pytest.raises(autoplan.UnsupportedOpError, match=r"make it with pm.optimizer\(torch.optim.SGD"):
         wrong = torch.optim.SGD(pm.parameters(), lr=0.1)
         pm.forward_backward(batch)
@@ -144,6 +147,7 @@ def test_servers_give_the_weights_of_all_reduce_on_two_ranks(tmp_path):
         dict(dp=2, sync="ps"),
         dict(dp=2, sync="ps", servers=(1,), num_micro_batches=2),
         dict(tp=2, sync="ps"),
+        dict(dp=2, sync="ps", servers=(0,), workers=(1,), num_micro_batches=2),
     ]
     assert run_ranks(equals_all_reduce, 2, str(tmp_path), cases, timeout_s=250)[0] == []
 
@@ -153,8 +157,13 @@ def four_ranks(folder: str) -> Any:
         dict(dp=2, tp=2, sync="ps"),
         dict(dp=2, pp=2, sync="ps", servers=(0,), num_micro_batches=2),
         dict(dp=4, sync="ps", servers=(1, 3)),
+        dict(dp=2, tp=2, sync="ps", servers=(1,), workers=(0,)),
+        dict(dp=2, pp=2, sync="ps", servers=(0,), workers=(1,), num_micro_batches=2),
+        dict(dp=4, sync="ps", servers=(0, 3), workers=(1, 2)),
+        dict(dp=4, sync="ps", servers=(0, 2), workers=(1, 2, 3), num_micro_batches=2),
     ]
-    return equals_all_reduce(folder, cases), {servers: closed_form(servers) for servers in ((), (2,), (0, 3))}
+    apart = {places: closed_form(*places) for places in (((3,), (0, 1, 2)), ((0, 2), (1, 3)))}
+    return equals_all_reduce(folder, cases), {servers: closed_form(servers) for servers in ((), (2,), (0, 3))}, apart, serves_alone()
 
 
 def test_servers_of_tensor_and_pipeline_coordinates_and_the_bytes_of_the_closed_form(tmp_path):
@@ -162,14 +171,62 @@ def test_servers_of_tensor_and_pipeline_coordinates_and_the_bytes_of_the_closed_
     assert ranks[0][0] == []
     for servers in ((), (2,), (0, 3)):
         serving = servers or (0, 1, 2, 3)
-        for rank, (_, found) in enumerate(ranks):
+        for rank, (_, found, *_) in enumerate(ranks):
             moved, whole = found[servers]
             assert (moved["push"], moved["pull"]) == (whole, whole)
             if rank in serving:
                 assert moved["push_in"] == moved["pull_out"] == pytest.approx(4 * whole / len(serving), rel=0.03)
             else:
                 assert "push_in" not in moved and "pull_out" not in moved
-        assert sum(found[servers][0].get("push_in", 0) for _, found in ranks) == 4 * whole
+        assert sum(found[servers][0].get("push_in", 0) for _, found, *_ in ranks) == 4 * whole
+
+
+    for (servers, workers), _ in ranks[0][2].items():
+        moved, whole = zip(*(apart[servers, workers] for _, _, apart, _ in ranks), strict=True)
+        for rank, own in enumerate(moved):
+            assert (own.get("push"), own.get("pull")) == ((whole[0],) * 2 if rank in workers else (None, None))
+            if rank in servers:
+                assert own["push_in"] == own["pull_out"] == pytest.approx(len(workers) * whole[0] / len(servers), rel=0.05)
+        assert sum(own.get("push_in", 0) for own in moved) == len(workers) * whole[0]
+    assert ranks[0][3] == []
+
+
+def serves_alone() -> list[str]:
+    """What is wrong where data rank 0 serves and the others compute, against the plain model: of labels that are counted beforehand, evaluation,
+    predictions of rows, a share of one's own, and what a rank that only serves keeps."""
+    wrong: list[str] = []
+    model, batch = ZOO["mlp"]()
+    model, batch = model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    batch["labels"][: len(batch["labels"]) // 2] = -100  # the first worker has none that count
+    plain = copy.deepcopy(model)
+    pm = autoplan.parallelize(model, batch, plan=manual_plan(capture(model, batch), dp=4, sync="ps", servers=(0,), workers=(1, 2, 3)))
+    opt, true_opt = pm.optimizer(torch.optim.AdamW, lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for own in (batch, pm.shard(batch), batch):
+        loss, true_loss = pm.forward_backward(own), loss_of(plain, batch)
+        true_loss.backward()
+        grads = pm.full_grads()
+        if dist.get_rank() == 0:
+            error, name = relative_errors(grads, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+            wrong += [f"gradient of {name}: {error}"] if error > 1e-10 else []
+        wrong += [f"loss {loss.item()}"] if abs(loss.item() - true_loss.item()) > 1e-10 else []
+        opt.step()
+        true_opt.step()
+        opt.zero_grad()
+        true_opt.zero_grad()
+    held = sum(v.numel() for state in opt.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+    expected = 2 * sum(p.numel() for p in plain.parameters()) if dist.get_rank() == 0 else 0
+    wrong += [f"{held} elements of optimizer state, not {expected}"] if held != expected else []
+    wrong += ["flops"] if dist.get_rank() == 0 and any(e.kind in ("forward", "backward") and e.name[0] in "FB" for e in pm.timeline.events) else []
+    weights = pm.full_state_dict()
+    if dist.get_rank() == 0:
+        error, name = relative_errors(weights, plain.state_dict())
+        wrong += [f"weight {name}: {error}"] if error > 1e-10 else []
+    with torch.no_grad():
+        wrong += ["evaluation"] if abs(pm.evaluate(batch).item() - loss_of(plain.eval(), batch).item()) > 1e-10 else []
+    wrong += ["places"] if (pm.data_size, pm.data_rank) != (3, max(0, dist.get_rank() - 1)) else []
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, wrong)
+    return [f"rank {rank}: {text}" for rank, own in enumerate(everyone) for text in own]
 
 
 def test_one_worker_is_plain_sgd():

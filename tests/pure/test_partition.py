@@ -11,10 +11,6 @@ from autoplan.constraints import Constraints
 from autoplan.explain import short
 from autoplan.planfile import dumps, loads
 from autoplan.sync import check_sync
-from costmodel.analytic import AnalyticPrices
-from costmodel.cluster import Cluster
-from costmodel.collective import served_share
-from costmodel.opkey import Collective, RankGroup
 from runtime.parse import parse
 from runtime.partition import SPLIT_BYTES, Tensor, buckets, partition
 from runtime.reduction import BUCKET_BYTES
@@ -56,29 +52,12 @@ def test_buckets_hold_every_piece_once_and_are_bounded(given_tensors, num_server
             assert bucket.num_bytes == 4 * sum(p.num_elements for p in bucket.pieces)
 
 
-def test_what_crosses_the_busiest_servers_border():
-    assert served_share(4, 4) == 3 / 4  # spread: as a reduce-scatter
-    assert served_share(1, 4) == 3  # one server takes in what three others push
-    assert served_share(2, 8) == 7 / 2
-    assert served_share(8, 8, inside=4) == 2  # half of what each of 4 ranks of a node pushes leaves it
-    assert served_share(1, 8, inside=4) == 4
-
-
-def test_pushes_are_priced_by_the_busiest_server():
-    prices = AnalyticPrices(Cluster.parse("cpu:4x1"))
-    group, size = RankGroup(4), 2**26
-
-    def seconds(kind, servers=0):
-        return prices.collective(Collective(kind, size, group, servers))
-
-    assert seconds("push", 1) > 3.5 * seconds("push", 4)
-    assert seconds("push", 4) + seconds("pull", 4) == pytest.approx(seconds("all_reduce"), rel=0.2)
-
-
 def test_a_served_program_parses_back():
     program = replace(build(Setup(dp=4), 0), sync="async", servers=(0, 2), staleness=3)
     assert parse(text(program)) == program
     assert parse(text(replace(program, sync="ps", servers=(), staleness=None))) == replace(program, sync="ps", servers=(), staleness=None)
+    apart = replace(program, sync="ps", servers=(0, 3), workers=(1, 2), micro_batches=((), *program.micro_batches[:2], ()))
+    assert parse(text(apart)) == apart
 
 
 @pytest.mark.parametrize(
@@ -90,6 +69,7 @@ def test_a_served_program_parses_back():
         (dict(sync="async", placement={"encoder": 1}), "one rank"),
         (dict(staleness=2), "leave staleness out"),
         (dict(servers=(0,)), "leave servers out"),
+        (dict(servers=(0,), workers=(1,)), "leave servers out"),
         (dict(sync="ps", dp=2, servers=(2,)), "0 to 1"),
         (dict(sync="ps", compression="1bit"), "all_reduce"),
         (dict(sync="async", delay=1), "all_reduce"),
@@ -98,6 +78,41 @@ def test_a_served_program_parses_back():
 def test_what_excludes_each_other_is_refused_with_the_reason(values, reason):
     with pytest.raises(autoplan.InfeasibleError, match=reason):
         check_sync(Constraints(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (dict(workers=(0, 1)), r"servers=\(2,\)"),
+        (dict(servers=(3,), workers=(0, 1)), "data rank 2 would do nothing"),
+        (dict(servers=(2,), workers=(0, 1), dp=4), "name 3 data ranks, dp=4"),
+        (dict(servers=(2,), workers=()), "data ranks that compute"),
+    ],
+)
+def test_every_data_rank_works_or_serves(values, reason):
+    with pytest.raises(autoplan.UsageError, match=reason):
+        Constraints(sync="ps", **values)
+    assert Constraints(sync="ps", servers=(2,), workers=(0, 1)).dp == 3
+
+
+def test_ranks_that_only_serve_take_no_rows_and_no_passes():
+    model, batch = ZOO["mlp"]()
+    apart = autoplan.find_plan(model, batch, "cpu:5x1", Constraints(sync="ps", servers=(0,), workers=(1, 2, 3, 4)))
+    assert (apart.servers, apart.workers, apart.degree("dp")) == ((0,), (1, 2, 3, 4), 5) and loads(dumps(apart)) == apart
+    assert apart.micro_batch_size * apart.num_micro_batches * 4 == apart.global_batch
+    assert "data rank 0 (data ranks 1, 2, 3, 4 compute)" in apart.explain()
+    beside = autoplan.find_plan(model, batch, "cpu:4x1", Constraints(dp=4, sync="ps", servers=(0,)))
+    assert apart.forecast.stages[0].forward_s == pytest.approx(beside.forecast.stages[0].forward_s)
+    assert apart.forecast.step_time_s > beside.forecast.step_time_s  # the server takes from four others instead of three
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    assert {use.kind: use.num_bytes for use in apart.collectives if use.axis == "dp" and use.phase != "forward"} == {"push": whole, "pull": whole}
+    assert apart.forecast.stages[0].memory.optimizer == 0 or apart.forecast.stages[0].memory.activations == 0
+
+
+def test_a_model_that_sums_over_the_batch_inside_has_no_ranks_that_only_serve():
+    model, batch = ZOO["resnet50"]()
+    with pytest.raises(autoplan.InfeasibleError, match="statistics or sums over the batch"):
+        autoplan.find_plan(model, batch, "cpu:5x1", Constraints(sync="ps", servers=(0,), workers=(1, 2, 3, 4)))
 
 
 @pytest.mark.parametrize("servers", [(), (1, 1), (-1,), ("a",)])
