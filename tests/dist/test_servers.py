@@ -180,7 +180,6 @@ def test_servers_of_tensor_and_pipeline_coordinates_and_the_bytes_of_the_closed_
                 assert "push_in" not in moved and "pull_out" not in moved
         assert sum(found[servers][0].get("push_in", 0) for _, found, *_ in ranks) == 4 * whole
 
-
     for (servers, workers), _ in ranks[0][2].items():
         moved, whole = zip(*(apart[servers, workers] for _, _, apart, _ in ranks), strict=True)
         for rank, own in enumerate(moved):
