@@ -98,9 +98,11 @@ class Calibration:
         return self.devices.get(name) or self.devices.get(name.partition("-")[0], self.devices["default"])
 
     def link(self, name: str) -> LinkConstants:
+        """Of a kind of link by its tier's name, else the default."""
         return self.links.get(name, self.links["default"])
 
     def stack(self, name: str) -> StackConstants:
+        """Of a software stack by its name, else the default."""
         return self.stacks.get(name, self.stacks["default"])
 
     def save(self, path: Path) -> None:

@@ -111,6 +111,7 @@ class Cluster:
 
     @property
     def mixed(self) -> bool:
+        """Whether its devices differ."""
         return len({group.device for group in self.groups}) > 1
 
     def group_of(self, rank: int) -> tuple[NodeGroup, int]:
@@ -123,9 +124,11 @@ class Cluster:
         raise ValueError(f"rank {rank} of a cluster of {self.num_devices} devices")
 
     def device(self, rank: int = 0) -> Device:
+        """Of a global rank."""
         return self.group_of(rank)[0].device
 
     def memory_bytes(self, rank: int = 0) -> int:
+        """Of a global rank's device, all of it."""
         return self.device(rank).memory_bytes
 
     def node_of(self, rank: int) -> int:

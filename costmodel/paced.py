@@ -86,6 +86,7 @@ class PacedDevices:
         return self.num_nodes * self.devices_per_node
 
     def slowdown(self, rank: int) -> float:
+        """Time of a rank's compute over that of the fastest device."""
         return dict(self.slowdowns).get(rank, 1.0)
 
     def op(self, key: OpKey, rank: int = 0) -> OpTime:

@@ -56,6 +56,7 @@ class LinkFit:
     error: float
 
     def seconds(self, num_bytes: float) -> float:
+        """Of one collective of `num_bytes`."""
         return self.base_s + num_bytes / self.bytes_per_s
 
 
@@ -126,6 +127,7 @@ class Profile:
             yield from connection.execute("select rank, speed from speeds where version=? and device=? and torch=?", self._place)
 
     def op(self, key: OpKey) -> OpTime | None:
+        """Seconds of exactly this key, measured by one process alone; None where it was not measured."""
         return self._ops.get(key_text(key))
 
     def ops(self) -> Iterator[tuple[OpKey, OpTime]]:
@@ -135,6 +137,7 @@ class Profile:
             yield OpKey(target, _tensors(operands), _tensors(outputs), args, tuple(grads), 0), seconds
 
     def link(self, kind: str, size: int, world: int) -> LinkFit | None:
+        """The fit of a kind of collective among `size` of `world` ranks; None where it was not measured."""
         return self._links.get((kind, size, world))
 
     def links(self) -> tuple[LinkFit, ...]:
