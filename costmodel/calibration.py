@@ -58,9 +58,10 @@ class StackConstants:
     is not hidden behind the longer (1: every launch waits for the device). step_s: host time a step (clip, optimizer, logging).
     slowdown: factor on compute while a collective runs beside it. gradient_overlap, gather_overlap, tensor_overlap: shares
     of the gradient reduction, the ZeRO-3 gathers and the tensor-axis collectives that may run behind compute.
-    gemm_share: what this stack's libraries reach of the device's best products. one_port: ZeRO-3 gathers of a group leave a node
-    through one of its ports, whatever the number of ranks in it. ring_factor: attention time under context parallelism relative
-    to one device. score_passes: memory passes over the scores of unfused attention, relative to scale, mask and softmax in one kernel.
+    gemm_share: what this stack's libraries reach of the device's best products. port_share: where ZeRO-3 gathers of a group leave
+    a node through one of its ports, whatever the number of ranks in it, what they reach of that port; 0 where they use all.
+    ring_factor: attention time under context parallelism relative to one device. score_passes: memory passes over the scores of
+    unfused attention, relative to scale, mask and softmax in one kernel.
     owner_s: time a member of a ZeRO group whose members broadcast the parameters they own, one after the other.
     slack: memory that the allocator holds beyond what is live, as a share of the activations. reserve_bytes: buffers of
     the stack and its communicators besides the device's context.
@@ -76,7 +77,7 @@ class StackConstants:
     gather_overlap: float = 1.0
     tensor_overlap: float = 0.0
     gemm_share: float = 1.0
-    one_port: bool = False
+    port_share: float = 0.0
     ring_factor: float = 1.3
     score_passes: float = 1.0
     owner_s: float = 0.0

@@ -3,7 +3,8 @@
 python benchmarks/accuracy/against_trees.py ROWS... [--seeds 0]
 
 Listed: fitted on the rows of fit_rows.json (the constants that ship), tested on all others. Larger: fitted on those of them with at most 128
-GPUs, tested on all rows with 256 and more; trees also on all rows with at most 128 GPUs. Draws: fitted on a tenth of every source's rows, as robustness.py.
+GPUs, tested on all rows with 256 and more; trees also on all rows with at most 128 GPUs; this model's order of pairs, regret and memory
+there besides. Draws: fitted on a tenth of every source's rows, as robustness.py.
 """
 
 from __future__ import annotations
@@ -21,17 +22,13 @@ if str(ROOT) not in sys.path:
 from benchmarks.accuracy.calibrate import Sample  # noqa: E402
 from benchmarks.accuracy.predict import Rows, read, refit, seconds, timed  # noqa: E402
 from benchmarks.accuracy.record import Run  # noqa: E402
-from benchmarks.accuracy.robustness import chosen, drawn  # noqa: E402
+from benchmarks.accuracy.robustness import chosen, drawn, scores  # noqa: E402
+from benchmarks.accuracy.score import table  # noqa: E402
 from benchmarks.accuracy.trees import Boosted  # noqa: E402
 from costmodel.calibration import Calibration, load, priors  # noqa: E402
 
 SMALL, LARGE = 128, 256
 Predictor = Callable[[Sequence[Run]], Sequence[float]]
-
-
-def ours(rows: Mapping[str, Rows]) -> Predictor:
-    """This cost model with constants fitted on `rows`."""
-    return with_constants(refit(rows, priors()))
 
 
 def with_constants(calibration: Calibration) -> Predictor:
@@ -83,13 +80,16 @@ def main() -> None:
     found = {"this model": with_constants(load())} | trees(listed)
     report("fitted on the listed rows, tested on the others", {name: errors(predict, unknown(everything, listed)) for name, predict in found.items()})
     small, large = limited(listed, SMALL), [s for s in everything if s.run.cluster.num_devices >= LARGE]
-    found = {"this model": ours(small)} | trees(small) | {"trees on all small rows": trees(limited(rows, SMALL))["trees on the ideal"]}
+    fitted = refit(small, priors())
+    found = {"this model": with_constants(fitted)} | trees(small) | {"trees on all small rows": trees(limited(rows, SMALL))["trees on the ideal"]}
     report(f"fitted on at most {SMALL} GPUs, tested on {LARGE} and more ({len(large)} rows)", {name: errors(predict, large) for name, predict in found.items()})
+    beyond = {source: [row for row in records if int(row["cluster"]["n_gpus"]) >= LARGE] for source, records in rows.items()}
+    print(table(scores({source: records for source, records in beyond.items() if records}, fitted)))
     runs: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
-        fitted = drawn(rows, seed)
-        for name, predict in ({"this model": ours(fitted)} | trees(fitted)).items():
-            runs.setdefault(name, []).append(errors(predict, unknown(everything, fitted)))
+        picked = drawn(rows, seed)
+        for name, predict in ({"this model": with_constants(refit(picked, priors()))} | trees(picked)).items():
+            runs.setdefault(name, []).append(errors(predict, unknown(everything, picked)))
     if runs:
         means = {name: {k: statistics.mean(f[k] for f in found if k in f) for k in found[0]} for name, found in runs.items()}
         report(f"fitted on a tenth, tested on the others, means over {options.seeds} draws", means)

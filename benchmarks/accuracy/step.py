@@ -220,13 +220,14 @@ def layer_s(pricer: Pricer, rank: int, cost: LayerCost) -> tuple[float, float]:
 
 
 def _gathered_s(pricer: Pricer, kind: CollectiveKind, num_bytes: float) -> float:
-    """A ZeRO-3 collective over the data axis, through all ports that the group has or, by the stack (`one_port`), through one of each node."""
+    """A ZeRO-3 collective over the data axis, through all ports that the group has or, by the stack (`port_share`), through one of each node."""
     run, group = pricer.run, pricer.data_group()
     seconds = pricer.collective(kind, num_bytes, group)
     tier = run.cluster.tiers_within(group)[-1]
-    if pricer.stack.one_port and tier is not run.cluster.groups[0].tiers[0]:
+    share = pricer.stack.port_share
+    if share and tier is not run.cluster.groups[0].tiers[0]:
         link = pricer.calibration.link(tier.name)
-        rate = tier.port_bytes_per_s * link.ring_share * (1.0 if tier.measured_bytes_per_s else link.efficiency)
+        rate = share * tier.port_bytes_per_s * link.ring_share * (1.0 if tier.measured_bytes_per_s else link.efficiency)
         seconds = max(seconds, (group.size - 1) / group.size * num_bytes / rate)
     return seconds
 

@@ -69,7 +69,7 @@ def test_recomputation_costs_a_third_more_and_saves_memory() -> None:
 
 
 def test_tensor_parallelism_across_nodes_is_a_disaster() -> None:
-    assert time_of(tp=16, pp=1, dp=4) > 1.5 * time_of(tp=8, pp=2, dp=4)
+    assert time_of(tp=16, pp=1, dp=4) > 1.4 * time_of(tp=8, pp=2, dp=4)
 
 
 def test_a_page_named_for_asynchronous_tensor_parallelism_measures_without_it_too() -> None:
@@ -88,8 +88,8 @@ def test_gathers_through_one_port_take_as_long_on_twice_the_nodes() -> None:
 
     assert step_s(1536) == pytest.approx(step_s(768), rel=0.1)
     stack = load().stack("deepspeed-zero3")
-    assert stack.one_port and not load().stack("llm-foundry").one_port
-    wide = replace(load(), stacks={**load().stacks, "deepspeed-zero3": replace(stack, one_port=False)})
+    assert stack.port_share and not load().stack("llm-foundry").port_share
+    wide = replace(load(), stacks={**load().stacks, "deepspeed-zero3": replace(stack, port_share=0.0)})
     run = run_of(row(n_gpus=1536, tp=1, pp=1, dp=1536, zero_stage=3, micro_batch=1, global_batch=1536))
     assert step_time(run, wide).total_s < 0.7 * step_time(run, load()).total_s
 
