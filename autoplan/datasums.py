@@ -2,8 +2,12 @@
 
 With B the bytes of all columns of a stage (runtime/stripes.py), n its trained elements on a rank, w bytes a value, g a gradient's, p ranks:
 
-    compressed     all_to_all B, ZeRO-0 also all_gather B; quantising: PASSES elementwise passes over n, an `add`
-                   of two tensors each, and as many launches for each tensor
+    compressed     all_to_all B, ZeRO-0 also all_gather B; quantising: so many elementwise passes over n, an `add`
+                   of two tensors each, and as many launches for each tensor:
+
+                       send + receive                        under ZeRO: all of a rank's own, and what it owns from all ranks
+                       send (1 + 1/p) + 2 receive            ZeRO-0: what it owns once more, and all that is gathered
+
     late, exact    all_reduce n g in buckets; under ZeRO reduce_scatter n g in buckets
     memory         residuals w n, ZeRO-0 also w n / p for what a rank owns; codes and wire forms n + 2 B; under ZeRO gradients stay
                    whole until the sum: g n + g n / p; late sums keep one more result, and under ZeRO exact ones what is being summed
@@ -22,8 +26,8 @@ from autoplan.price import Pricer
 from costmodel.memory import Widths
 from costmodel.opkey import OpKey, RankGroup
 
-# Elementwise passes over a gradient: measured on a CPU, both ends of both sends (benchmarks/modes/compression.py --passes).
-PASSES: Mapping[str, int] = {"1bit": 40, "1bit-adam": 32, "8bit": 22, "32bit": 12}
+# Elementwise passes to send and to receive a value: measured on a CPU (benchmarks/modes/compression.py --passes).
+PASSES: Mapping[str, tuple[int, int]] = {"1bit": (26, 10), "1bit-adam": (21, 10), "8bit": (17, 1), "32bit": (11, 1)}
 _ARGUMENTS = '[[{"tensor": 0}, {"tensor": 1}], {}]'
 _SLAB = 2**20  # elements that are priced; more in proportion
 
@@ -60,16 +64,22 @@ def parts(mode: Mode, load: StageLoad, width: Widths, zero: int, group: RankGrou
         full, rest = divmod(load.trained_elements * width.gradient, BUCKET_BYTES)
         seconds = full * pricer.collective(kind, BUCKET_BYTES, group) + pricer.collective(kind, rest, group)
         return ((f"{kind} dp", "dp", seconds),)
-    found = [("quantise", "compute", quantise_s(mode.compression, load.trained_elements, load.num_trained, pricer))]
+    found = [("quantise", "compute", quantise_s(passes(mode.compression, zero, group.size), load.trained_elements, load.num_trained, pricer))]
     found.append(("all_to_all dp", "dp", pricer.collective("all_to_all", load.compressed_bytes, group)))
     if not zero:
         found.append(("all_gather dp", "dp", pricer.collective("all_gather", load.compressed_bytes, group)))
     return tuple(found)
 
 
-def quantise_s(compression: str, num_elements: int, num_tensors: int, pricer: Pricer) -> float:
-    """Seconds to quantise and to put together gradients of so many elements in so many tensors."""
-    return PASSES[compression] * (_add_s(_SLAB, pricer) * num_elements / _SLAB + _add_s(1, pricer) * num_tensors)
+def passes(compression: str, zero: int, num_ranks: int) -> float:
+    """Elementwise passes to quantise gradients and to put them together."""
+    send, receive = PASSES[compression]
+    return send + receive if zero else send * (1 + 1 / num_ranks) + 2 * receive
+
+
+def quantise_s(num_passes: float, num_elements: int, num_tensors: int, pricer: Pricer) -> float:
+    """Seconds of so many passes over gradients of so many elements in so many tensors."""
+    return num_passes * (_add_s(_SLAB, pricer) * num_elements / _SLAB + _add_s(1, pricer) * num_tensors)
 
 
 def _add_s(num_elements: int, pricer: Pricer) -> float:

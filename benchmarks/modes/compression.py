@@ -5,8 +5,7 @@
 
 Runs in a network namespace of its own, whose loopback `tc ... tbf` throttles (needs unshare, ip and tc; says so where they are
 refused). Ranks are gloo processes that train an MLP; its passes sleep besides, as those of a larger model on a device of its own would take. Sums,
-quantising and the optimizer are real. The prediction is the plan's forecast with those passes, the measured step the fastest of --steps (other work on the
-machine only adds to it), both in seconds.
+quantising and the optimizer are real. The prediction is the plan's forecast with those passes, the measured step the median of --steps, both in seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -109,7 +109,7 @@ def _rank(rank: int, world: int, folder: str, options: argparse.Namespace) -> No
             times.append(time.perf_counter() - start_s)
         timeline = pm.timeline
         if rank == 0:
-            row = {"mode": name, "step_s": round(min(times[2:]), 3), "predicted_s": round(predicted_s(pm.plan), 3)}
+            row = {"mode": name, "step_s": round(statistics.median(times[2:]), 3), "predicted_s": round(predicted_s(pm.plan), 3)}
             print(json.dumps(row | {"beside_passes_s": round(beside_s(timeline), 3), "sent_bytes": round(sent_bytes(pm.plan, world))}), flush=True)
         pm.drain()
     dist.barrier()
@@ -118,29 +118,28 @@ def _rank(rank: int, world: int, folder: str, options: argparse.Namespace) -> No
 
 
 def passes() -> None:
-    """Elementwise passes of both ends of both sends, in units of an addition of two tensors."""
+    """Elementwise passes of both ends of a send, in units of an addition of two tensors."""
     torch.set_num_threads(1)
 
     def best_s(run: Any) -> float:
         run()
         found = []
-        for _ in range(9):
+        for _ in range(25):
             start_s = time.process_time()
             run()
             found.append(time.process_time() - start_s)
         return min(found)
 
     one, other = torch.randn(1 << 20), torch.randn(1 << 20)
-    unit_s = best_s(lambda: one + other)
     grad, values = torch.randn(1024, 1024), torch.randn(1024, 1024)
     for name, codec in CODECS.items():
+        unit_s = best_s(lambda: one + other)
         encoded = codec.encode(values)
         wire = codec.pack(encoded)
         send = best_s(lambda c=codec: (values.add_(grad.t()), c.pack(c.encode(values)), values.sub_(c.decode(c.encode(values)))))
         send -= best_s(lambda c=codec: c.encode(values))
         receive = best_s(lambda c=codec, w=wire: c.decode(c.unpack(w, 1024, torch.float32)))
-        total = (send + 2 * receive) / unit_s
-        print(f"{name}: {send / unit_s:.1f} to send, {receive / unit_s:.1f} to receive, {total:.0f} in all (in the product: {PASSES[name]})")
+        print(f"{name}: {send / unit_s:.1f} to send, {receive / unit_s:.1f} to receive (in the product: {PASSES[name]}; unit {unit_s * 1e3:.2f} ms)")
 
 
 def main() -> None:

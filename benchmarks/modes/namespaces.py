@@ -30,6 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "data parallel": dict(tp=1, pp=1, zero=0),
     "parameter servers": dict(tp=1, pp=1, sync="ps"),
     "one server": dict(tp=1, pp=1, sync="ps", servers=(0,)),
+    "a server apart": dict(tp=1, pp=1, sync="ps", servers=(0,)),  # the other hosts compute
     "asynchronous": dict(tp=1, pp=1, sync="async", staleness=2),
     "pipeline": dict(dp=1, tp=1),
 }
@@ -142,12 +143,13 @@ def work(cluster: Path, output: Path, steps: int = 8, warmup: int = 3) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     num_hosts = dist.get_world_size()
-    each = 16 * num_hosts
+    each = 16 * num_hosts * (num_hosts - 1)
     num_rows = 4096 // each * each
     batch = {"x": torch.randn(num_rows, 416), "target": torch.randn(num_rows, 256)}
     graph = capture(make_model(num_hosts), batch)
     plans, rows = {}, []
     for name, fixed in {"found": {}, **PLANS}.items():
+        fixed = fixed | ({"workers": tuple(range(1, num_hosts))} if name == "a server apart" else {})
         try:
             plans[name] = autoplan.find_plan(graph, None, str(cluster), autoplan.Constraints(**fixed), "sgd")
         except autoplan.InfeasibleError as error:

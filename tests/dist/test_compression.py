@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autoplan
 from runtime.carry import written
 from runtime.executor import Executor
 from runtime.traffic import traffic
 from tests.dist.launch import run_ranks
 from tests.dist.programs import Setup, make_batch
 from tests.dist.test_executor import make_executor, relative_errors
+from tests.zoo import ZOO
 
 EXACT = {
     2: [
@@ -242,11 +244,32 @@ RESUMED = [
 ]
 
 
+def _conserved_in_bf16() -> None:
+    """Compute in bf16 over fp32 masters: what is sent and what is left are the gradients of the same plan without compression, through the public API,
+    over two steps, the batch accumulated in micro-batches."""
+    for compression, zero in (("1bit", 0), ("8bit", 1), ("1bit", 2), ("8bit", 3)):
+        grads, left = [], {}
+        for values in ({}, {"compression": compression}):
+            model, batch = ZOO["mlp"]()
+            fixed = autoplan.Constraints(dp=2, tp=1, pp=1, zero=zero, micro_batch_size=2, **values)
+            pm = autoplan.parallelize(model, batch, cluster="cpu:1x2", constraints=fixed, precision="bf16")
+            for _ in range(2):
+                pm.forward_backward(batch)  # adds up
+            grads.append(pm.full_grads())
+            left = unsent(pm.executor) if values else left
+        if dist.get_rank() == 0:
+            exact, sent = grads
+            assert exact.keys() == sent.keys() and any(float((sent[fqn] - grad).norm()) > 1e-3 * float(grad.norm()) for fqn, grad in exact.items())
+            for fqn, grad in exact.items():
+                torch.testing.assert_close(sent[fqn] + left[fqn], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()))
+
+
 def _two_ranks(folder: str) -> list[dict[str, torch.Tensor]]:
     _late(Setup(dp=2), 4)
     _late(Setup(dp=2, zero=2, compression="1bit", num_micro_batches=1), 4)
     _beside()
     _skipped_and_clipped()
+    _conserved_in_bf16()
     return [_saved_and_resumed(folder, setup) for setup in RESUMED]
 
 
