@@ -17,7 +17,9 @@ With f, b, a seconds of a layer (forward, backward, again), L layers of the full
 
     collective of s bytes over g ranks:  k (g - 1) / g * s / (bandwidth * efficiency) + latency      k = 2 of an all-reduce, else 1
 
-A group is on the node's own network if it fits there with the groups inside of it (tensor, then data, then pipeline).
+A group is on the node's own network if it fits there with the groups inside of it (tensor, then data, then pipeline), else on the one between
+nodes, at one device's bandwidth. That is the original's view ("flat"). Where k ranks of a data group are on one node, rings go through k of its adapters
+and each carries a k-th of the bytes ("rails"), which is what libraries do: the second price that is told.
 Layers alone are counted, no embedding and no head; attention forms its scores without writing them, as both plans' kernel does.
 
 The original knows no ZeRO-2 and -3. They are priced here by the same rule as its gradients: gathers of a layer's parameters beside the pass of
@@ -27,7 +29,7 @@ the layer before (forwards and backwards, every micro-batch: ZeRO-3), reductions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.plan import Plan
 
@@ -55,6 +57,9 @@ class Network:
 
     def sends_s(self, num_bytes: float, size: int, rounds: int = 1) -> float:
         return 0.0 if size == 1 else rounds * (size - 1) / size * num_bytes / (self.bytes_per_s * self.efficiency) + self.latency_s
+
+    def wider(self, num: int) -> Network:
+        return replace(self, bytes_per_s=self.bytes_per_s * num)
 
     def send_s(self, num_bytes: float) -> float:
         return num_bytes / (self.bytes_per_s * self.efficiency) + self.latency_s
@@ -141,11 +146,13 @@ class Priced:
         return self.layers_s + self.again_s + self.bubble_s + self.tensor_s + self.pipeline_s + self.data_s + self.optimizer_s
 
 
-def step(layers: Layers, degrees: Degrees, system: System) -> Priced:
-    """The module's formulas."""
+def step(layers: Layers, degrees: Degrees, system: System, adapters: str) -> Priced:
+    """The module's formulas. `adapters`: "flat" or "rails"."""
     d, m, dp = degrees, degrees.num_micro_batches, degrees.dp
     tensor = system.inner if d.tp <= system.per_node else system.outer
     data = system.inner if d.tp * dp <= system.per_node else system.outer
+    if adapters == "rails" and data is system.outer:
+        data = data.wider(max(1, system.per_node // d.tp))
     pipeline = system.inner if d.tp * dp * d.pp <= system.per_node else system.outer
 
     forward_s, core_s, backward_s, num_elements = _layer(layers, d, system)

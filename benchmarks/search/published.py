@@ -78,12 +78,12 @@ class Case:
             plan.save(path)
         return plan
 
-    def outside_s(self, plan: Plan) -> dict[str, float] | None:
+    def outside_s(self, plan: Plan, adapters: str = "flat") -> dict[str, float] | None:
         """The outside model's seconds, and what they are spent on; None where it cannot say the plan."""
         degrees = Degrees.of(plan)
         if degrees is None:
             return None
-        priced = step(self.layers, degrees, SYSTEMS[self.told["cluster"].partition(":")[0]])
+        priced = step(self.layers, degrees, SYSTEMS[self.told["cluster"].partition(":")[0]], adapters)
         return {"step": priced.step_s} | {field.name.removesuffix("_s"): getattr(priced, field.name) for field in fields(priced)}
 
 
@@ -99,22 +99,26 @@ def compare(case: Case) -> None:
         except InfeasibleError as error:
             print(json.dumps({"case": case.name, "plan": label, "refused": str(error)}), flush=True)
             continue
-        ours, theirs = case.outside_s(sayable), case.outside_s(plan)
-        faster = {"faster": 1 - found.forecast.step_time_s / plan.forecast.step_time_s}
-        if ours and theirs:
-            faster["faster_outside"] = 1 - ours["step"] / theirs["step"]
+        faster = {"faster": round(1 - found.forecast.step_time_s / plan.forecast.step_time_s, 4)}
+        for adapters in ("flat", "rails"):
+            ours, theirs = case.outside_s(sayable, adapters), case.outside_s(plan, adapters)
+            if ours and theirs:
+                faster[f"faster_outside_{adapters}"] = round(1 - ours["step"] / theirs["step"], 4)
         print(json.dumps({"case": case.name, "plan": label} | faster | _told(case, plan)), flush=True)
 
 
 def _told(case: Case, plan: Plan) -> dict[str, Any]:
-    outside = case.outside_s(plan)
+    outside = {
+        f"outside_{adapters}_s": told and {name: round(seconds, 3) for name, seconds in told.items() if seconds}
+        for adapters in ("flat", "rails")
+        for told in (case.outside_s(plan, adapters),)
+    }
     return {
         "step_s": round(plan.forecast.step_time_s, 4),
         "is": short(plan),
         "memory_gib": round(plan.forecast.peak_memory_bytes / 2**30, 1),
         "spends": plan.reasons[0].removeprefix("the step spends ") if plan.reasons else "",
-        "outside_s": outside and {name: round(seconds, 3) for name, seconds in outside.items()},
-    }
+    } | outside
 
 
 if __name__ == "__main__":
