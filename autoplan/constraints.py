@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from autoplan.errors import InfeasibleError, UsageError
+from autoplan.schemes import SCHEMES
 
 _CHOICES: Mapping[str, tuple] = {
-    "tensor": ("1d", "1.5d", "2d", "2.5d", "3d"),
+    "tensor": SCHEMES,
     "schedule": ("gpipe", "1f1b", "interleaved", "zb", "zbv"),
     "recompute": ("none", "selective", "full"),
     "sync": ("allreduce", "ps", "async"),
@@ -19,10 +20,7 @@ _CHOICES: Mapping[str, tuple] = {
 }
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "zero_group", "micro_batch_size", "num_chunks", "max_memory_bytes")
 
-# What a field may say today; everything else is refused with the reason, never ignored.
-_SUPPORTED: Mapping[str, tuple[tuple, str]] = {}
 _CHUNKS: Mapping[str, tuple[int, float]] = {"interleaved": (2, float("inf")), "zbv": (2, 2)}  # stages on a rank, 1 elsewhere
-_REFUSED: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +133,6 @@ class Constraints:
 
 def check_supported(constraints: Constraints) -> None:
     """Raises InfeasibleError, with the reason, for a fixed value that the search cannot give."""
-    for name, (allowed, reason) in _SUPPORTED.items():
-        value = getattr(constraints, name)
-        if value is not None and value not in allowed:
-            fix = " or ".join(f"{name}={v!r}" for v in allowed)
-            raise InfeasibleError(f"constraint {name}={value!r} cannot be had: {reason}. Leave it out, or say {fix}")
     least, most = _CHUNKS.get(constraints.schedule or "interleaved", (1, 1))
     if constraints.num_chunks is not None and not (constraints.schedule is None or least <= constraints.num_chunks <= most):
         holds = "one stage" if most == 1 else "two stages" if most == 2 else "two or more stages"
@@ -152,9 +145,6 @@ def check_supported(constraints: Constraints) -> None:
             f"constraint schedule={constraints.schedule!r} cannot be had with sync, delay or compression, which were not tried with stages in turns "
             "or a split backward pass: say schedule='1f1b' or 'gpipe'"
         )
-    for name, reason in _REFUSED.items():
-        if getattr(constraints, name) is not None:
-            raise InfeasibleError(f"constraint {name}={getattr(constraints, name)!r} cannot be had: {reason}. Leave it out")
 
 
 def check_modes(constraints: Constraints, optimizer: str) -> None:

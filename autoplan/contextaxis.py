@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autoplan.constraints import nearest_divisor
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph, Loop, Op, Option
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
@@ -137,8 +138,7 @@ def _check_experts(graph: Graph, degree: int) -> None:
         raise InfeasibleError(f"ep={degree} cannot be had: the model has no layer of experts that the capture knows. Use ep=1, or dp for its rows")
     for number in found:
         if number % degree:
-            fitting = [d for d in range(1, number + 1) if number % d == 0]
-            nearest = min(fitting, key=lambda d: (abs(d - degree), d))
+            nearest = nearest_divisor(number, degree)
             raise InfeasibleError(f"ep={degree} does not divide {number} experts: nearest that does is ep={nearest}")
 
 

@@ -25,6 +25,7 @@ from autoplan.explore import Searcher
 from autoplan.rankmemory import memories
 from autoplan.replay import Step, durations, replay, tails_s
 from autoplan.replicas import PASSES, Kind, slowest
+from autoplan.shapebounds import dominates
 from autoplan.shares import best_shares, row_shares
 from autoplan.space import Shape, Storing
 from autoplan.stagework import Work
@@ -105,8 +106,8 @@ def drafts_of(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher]
         if shape.pp > 1 and shape.dp > 1:
             orders.append(("dp", *(name for name in orders[0] if name != "dp")))
         kept: list[Storing] = []
-        for storing in sorted(reference.shapes.storings(shape), key=lambda s: (s.recompute != "none", s.zero)):
-            if any(one.recompute in ("none", storing.recompute) and (one.zero == storing.zero or 1 <= one.zero <= storing.zero) for one in kept):
+        for storing in sorted(reference.shapes.storings(shape), key=lambda s: s.order):
+            if any(dominates(one, storing) for one in kept):
                 continue
             of_kind = _priced(shape, storing, searchers, reference)
             if of_kind is None:

@@ -1,6 +1,6 @@
-"""What a stage does in a step, as numbers: the input of the replay (autoplan/simulate.py).
+"""What a stage does in a step, as numbers: the input of the replay (autoplan/replay.py).
 
-The search adds it up from priced choices (`of_points`), a forecast reads it off the lowered program (autoplan/workload.py).
+The search adds it up from priced choices (autoplan/stagework.py), a forecast reads it off the lowered program (autoplan/workload.py).
 Seconds, bytes and FLOPs are of one rank; passes are of one micro-batch.
 """
 

@@ -149,8 +149,7 @@ class OnlinePlanner:
         """On rank 0: (the plan to go on with, "" to stay; seconds of a step before and after; whether some plan is worth its time)."""
         now, graph = self._model.plan, self._model.graph
         prices = ScaledPrices(self._prices, speeds)
-        overlap = all(group.device.kind == "cuda" for group in self._cluster.groups)
-        now_s = forecast(lower(now, graph), now, graph, prices, overlap=overlap).step_time_s
+        now_s = forecast(lower(now, graph), now, graph, prices, overlap=self._cluster.overlaps).step_time_s
         plans = [plan for plan in self._plans(speeds, prices) if plan.forecast.step_time_s <= now_s * (1 - self._least_gain)]
         choices = [Choice(now_s, self._cost(now, 0)), *(Choice(p.forecast.step_time_s, self._cost(p, self._bytes_to_move(now, p))) for p in plans)]
         chosen = self.budget.choose(choices)

@@ -319,7 +319,7 @@ class ParallelModel:
         settings, (graph, plan) = self._settings, self._ready("forecast")._first
         cluster = load_cluster(settings.cluster) if settings.cluster is not None else detect(world_size())
         programs = lower(plan, graph, rows)
-        return forecast(programs, plan, graph, prices_of(cluster), overlap=cluster.device().kind == "cuda")
+        return forecast(programs, plan, graph, prices_of(cluster), overlap=cluster.overlaps)
 
     def drain(self) -> bool:
         """With `delay=1`, after the last batch: add the pending sum to the gradients, as one more `forward_backward` would, without a

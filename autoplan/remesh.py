@@ -38,10 +38,9 @@ def give_meshes(plan: Plan, graph: Graph, meshes: tuple[Axes, ...], cluster: str
     if asked.num_ranks != found.num_devices:
         raise InfeasibleError(f"the meshes {own_meshes(asked)} have {asked.num_ranks} ranks, {found.name} has {found.num_devices} devices: give as many")
     prices = prices or prices_of(found)
-    overlap = all(group.device.kind == "cuda" for group in found.groups)
 
     def priced(candidate: Plan) -> Plan:
-        told = forecast(lower(candidate, graph), candidate, graph, prices, overlap=overlap)
+        told = forecast(lower(candidate, graph), candidate, graph, prices, overlap=found.overlaps)
         return replace(candidate, forecast=told)
 
     best = priced(replace(asked, cluster=found.name, cluster_fingerprint=found.fingerprint()))

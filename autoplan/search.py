@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoplan.constraints import Constraints
 from autoplan.errors import InfeasibleError
 from autoplan.explore import Searcher, too_large
-from autoplan.forecast import Forecast
+from autoplan.forecast import MEMORY_KINDS, Forecast
 from autoplan.graph import Graph
 from autoplan.lower import lower
 from autoplan.notes import blocks_of_pattern, op_notes
@@ -217,9 +217,7 @@ def fullest_of(result: Result) -> str:
 def why_lost(result: Result, best: Result) -> str:
     """The reason in one line: memory and its kind, or the part of the time that grew most."""
     if not result.fits:
-        kinds = {
-            name: getattr(result.memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "communication", "residuals")
-        }
+        kinds = {name: getattr(result.memory, name) for name in MEMORY_KINDS}
         kind = max(kinds, key=lambda name: kinds[name])
         over = result.memory.total - result.limit_bytes
         return f"does not fit: {fullest_of(result)} needs {num_bytes(over)} more than the limit, mostly {kind} ({num_bytes(kinds[kind])})"

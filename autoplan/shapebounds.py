@@ -88,7 +88,7 @@ class ShapeBounds:
     @property
     def overlap(self) -> bool:
         """Whether transfers run beside compute: not on CPUs, whose cores do both."""
-        return self.task.cluster.device().kind == "cuda"
+        return self.task.cluster.overlaps
 
     @property
     def sums(self) -> Mode:

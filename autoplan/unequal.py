@@ -96,8 +96,7 @@ def _plan(draft: Draft, reference: Searcher, plan_of: Callable[[Result, Searcher
 
 def _forecast(task: Task, plan: Plan) -> Plan:
     """`plan` with its forecast, and with memory limits as the constraints leave them. Raises UsageError where it cannot be lowered."""
-    overlap = all(group.device.kind == "cuda" for group in task.cluster.groups)
-    told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=overlap)
+    told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=task.cluster.overlaps)
     limit = task.constraints.max_memory_bytes
     stages = tuple(replace(s, memory_limit_bytes=min(limit, s.memory_limit_bytes)) for s in told.stages) if limit is not None else told.stages
     return replace(plan, forecast=replace(told, stages=stages))

@@ -110,6 +110,11 @@ class Cluster:
         return sum(group.num_devices for group in self.groups)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside compute: not on CPUs, whose cores do both."""
+        return all(group.device.kind == "cuda" for group in self.groups)
+
+    @property
     def mixed(self) -> bool:
         """Whether its devices differ."""
         return len({group.device for group in self.groups}) > 1
