@@ -54,7 +54,7 @@ def t5() -> tuple[nn.Module, Batch]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 4, "vocab_size": 1024}
-    config = T5Config(dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    config = T5Config(dropout_rate=0.0, use_cache=False, pad_token_id=0, **sizes, **{"decoder_start_token_id": 0})
     ids = torch.randint(2, 1024, (8, 128))
     return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids.clone()}
 

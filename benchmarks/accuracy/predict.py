@@ -94,19 +94,23 @@ def refit(rows: Mapping[str, Rows], start: Calibration, path: str = "canonical")
     A fit asks for tens of thousands of predictions, so that of the product path goes through the canonical one: of each row, its closed
     formula times what the product says over it under the constants found before (space mapping, Bandler et al. 1994), in a few rounds.
     """
-    samples, start = timed(rows), fit(weighed(rows), start, peak_bytes, MEMORY_BOUNDS, MEMORY_PULL)
-    found = fit(samples, start, step_s)
+    found = refit_through(rows, start, {})
     for _ in range(ROUNDS if path == "product" else 0):
-        ratios = {id(sample): product_over_canonical(sample, found) for sample in samples}
-        found = fit(samples, start, lambda sample, calibration, ratios=ratios: ratios[id(sample)] * step_s(sample, calibration))
+        found = refit_through(rows, start, {s.run.row_id: product_over_canonical(s.run, found) for s in timed(rows)})
     return found
 
 
-def product_over_canonical(sample: Sample, calibration: Calibration) -> float:
+def refit_through(rows: Mapping[str, Rows], start: Calibration, ratios: Mapping[str, float]) -> Calibration:
+    """Constants fitted on rows, where a row's closed formula counts `ratios` times (1 where it has none)."""
+    start = fit(weighed(rows), start, peak_bytes, MEMORY_BOUNDS, MEMORY_PULL)
+    return fit(timed(rows), start, lambda sample, calibration: ratios.get(sample.run.row_id, 1.0) * step_s(sample, calibration))
+
+
+def product_over_canonical(run: Run, calibration: Calibration) -> float:
     """Seconds of the product path over those of the canonical path; 1 for what the planner does not offer."""
     from benchmarks.accuracy.product import predicted  # imports torch
 
-    run = settled(sample.run, calibration)
+    run = settled(run, calibration)
     try:
         return predicted(run, calibration)["iteration_s"] / step_time(run, calibration).total_s
     except UnsupportedRowError:
