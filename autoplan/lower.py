@@ -166,7 +166,7 @@ def _worker(plan: Plan, graph: Graph, rows: int, data_rank: int) -> tuple[Progra
     found = []
     for program in lower(alone, graph, shares[data_rank]):
         dealt = tuple(tuple(MicroBatch(m.start + start, m.stop + start) for m in own) for own in program.micro_batches)
-        served = replace(program, sync=plan.sync, servers=served_by(plan), workers=plan.workers, staleness=plan.staleness)
+        served = replace(program, sync=plan.sync, servers=served_by(plan), workers=workers_of(plan), staleness=plan.staleness)
         found.append(replace(served, micro_batches=dealt, global_rows=rows))
     return tuple(found)
 

@@ -27,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
     "all-reduce": {},
     "parameter servers": dict(sync="ps"),
     "one server": dict(sync="ps", servers=(0,)),
+    "servers apart": dict(sync="ps", servers=(0, 1), workers=(2, 3)),
     "async, bound 0": dict(sync="async", staleness=0),
     "async, bound 4": dict(sync="async", staleness=4),
     "async, no bound": dict(sync="async"),
