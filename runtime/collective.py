@@ -17,6 +17,7 @@ has the backward pass of autoplan's layout table:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,6 +80,15 @@ def complete(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) ->
 def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
     """`complete`, recorded as one collective."""
     axis.recorder.add(kind, axis.name, num_bytes, complete(axis, kind, num_bytes, issue))
+
+
+def meet(axis: Axis, moment_s: float) -> torch.Tensor:
+    """[ranks]: the moments at which the ranks of an axis come. Raises as `complete`."""
+    came = torch.full((axis.size,), -math.inf, dtype=torch.float64)
+    came[axis.index] = moment_s
+    with failing(lambda: f"rank {axis.rank}: meeting of ranks {list(axis.ranks)}", axis.timeout_s):
+        axis.guard.wait_collective(dist.all_reduce(came, dist.ReduceOp.MAX, group=axis.group, async_op=True), axis.device, axis.timeout_s)
+    return came
 
 
 def everyone(axis: Axis, value: Any) -> list[Any]:

@@ -193,6 +193,18 @@ def twin_axis(mesh: Mesh, name: str) -> Axis:
     return replace(axis, group=_new_group(lines, mesh.timeout_s))
 
 
+def plane_axis(mesh: Mesh, names: Sequence[str]) -> Axis:
+    """One line over several axes, row-major, with a process group of its own where there are two or more of them. All ranks of the job call it."""
+    wide = [name for name in mesh.axes if name in names and mesh.axes[name].size > 1]
+    if len(wide) < 2:
+        return replace(mesh.axis(wide[0] if wide else "plane"), name="plane")
+    ids = torch.arange(mesh.world_size).reshape([a.size for a in mesh.axes.values()])
+    places, size = [list(mesh.axes).index(name) for name in wide], math.prod(mesh.axes[name].size for name in wide)
+    lines = ids.movedim(places, list(range(-len(wide), 0))).reshape(-1, size).tolist()
+    own = next(line for line in lines if mesh.rank in line)
+    return Axis("plane", size, own.index(mesh.rank), tuple(own), _new_group(lines, mesh.timeout_s), mesh.recorder, mesh.timeout_s, mesh.guard, mesh.device)
+
+
 def _new_group(lines: list[list[int]], timeout_s: float) -> Any:
     if len(lines[0]) == 1:
         return None

@@ -25,6 +25,7 @@ import torch
 
 from runtime.call import dtype_of, num_bytes
 from runtime.instr import TensorSpec
+from runtime.mesh import Axis
 from runtime.record import CpuClock
 
 _STAMP_BYTES = 8
@@ -46,6 +47,7 @@ class PacedClock(CpuClock):
     links: Links
     slack_s: float = 0.0
     free_s: float = 0.0
+    plane: Axis | None = None  # ranks that pass through blocks together, where there are several (runtime/paced.py)
     late_s: float = 0.0  # the most that the host was late, slack included
     _channels: dict[int, float] = field(default_factory=dict)
 
@@ -73,6 +75,9 @@ class PacedClock(CpuClock):
     def begin(self) -> None:
         """A step begins: the device has nothing to do."""
         self.free_s = max(self.free_s, self.now())
+
+    def mark(self) -> float:
+        return self.now()
 
     def reset(self) -> None:
         """Begin anew: nothing is under way, on this rank and on the others."""

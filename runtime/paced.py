@@ -8,7 +8,7 @@ their time, but carry a moment instead of their bytes (runtime/paceclock.py); ev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 
 from runtime.call import dtype_of
 from runtime.code import Code
-from runtime.collective import wait
+from runtime.collective import everyone, meet, wait
 from runtime.flow import Flow, flow
 from runtime.instr import Ref, TensorSpec
 from runtime.instr_traffic import Use, backward_uses, forward_uses, gradient_passes
 from runtime.master import master_of
-from runtime.mesh import Mesh
+from runtime.maxplus import Span, Together, together
+from runtime.mesh import Mesh, plane_axis
 from runtime.paceclock import Links, PacedClock
 from runtime.program import BlockCode, Program
 from runtime.split import WeightGrads
@@ -66,16 +67,21 @@ def paced(code: Code, pace: Pace, mesh: Mesh) -> Code:
     """`code` with paced blocks, on a mesh whose clock becomes a paced one. Raises ValueError for what cannot be paced."""
     _check(code.program)
     if not isinstance(mesh.recorder.clock, PacedClock):
-        mesh.recorder.clock = PacedClock(pace.links, pace.slack_s)
-    bodies = {}
+        plane = plane_axis(mesh, [name for name in mesh.axes if name not in ("pp", "dp")])
+        mesh.recorder.clock = PacedClock(pace.links, pace.slack_s, plane=plane if plane.size > 1 else None)
+    blocks: dict[tuple[int, int], list[_PacedBlock]] = {}
     for (index, rows), body in code.bodies.items():
         stage = code.stages[index]
         at = next(found for found in stage.bodies if found.rows == rows)
         specs, carries = body_specs(stage, at, dict(code.program.axes)), flow(stage, at)
         later = code.storages[index].later
-        steps = (replace(s, compiled=_block(s.code, _pace_of(pace, stage.index, rows, s.code), specs, carries, mesh, later)) for s in body.steps)
-        bodies[index, rows] = replace(body, steps=tuple(steps))
-    return replace(code, bodies=bodies, preamble=_preamble(code.program, pace, mesh))
+        blocks[index, rows] = [_block(s.code, _pace_of(pace, stage.index, rows, s.code), specs, carries, mesh, later) for s in body.steps]
+    met = iter(_met([block for own in blocks.values() for block in own], mesh))
+    bodies = {}
+    for key, body in code.bodies.items():
+        bodies[key] = replace(body, steps=tuple(replace(step, compiled=next(met)) for step in body.steps))
+    preamble = _preamble(code.program, pace, mesh)
+    return replace(code, bodies=bodies, preamble=None if preamble is None else _met([preamble], mesh)[0])
 
 
 def _check(program: Program) -> None:
@@ -108,7 +114,7 @@ def _preamble(program: Program, pace: Pace, mesh: Mesh) -> Any:
 
 # -- one block ------------------------------------------------------------------------------------------------------------
 
-Span = float | Use  # seconds of computing, or a collective
+Leg = Span | Together
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +124,9 @@ class _PacedBlock:
     outputs: tuple[TensorSpec, ...]
     differentiable: tuple[int, ...]
     arrives: frozenset[int]  # arguments that get a gradient
-    forward: tuple[Span, ...]
-    again: tuple[Span, ...]
-    backward: tuple[Span, ...]
+    forward: tuple[Leg, ...]
+    again: tuple[Leg, ...]
+    backward: tuple[Leg, ...]
     put_off: tuple[tuple[int, float], ...]  # weights whose gradients come later, with seconds
     later: WeightGrads | None
     mesh: Mesh
@@ -134,14 +140,24 @@ class _PacedBlock:
         assert isinstance(found, tuple)
         return tuple(found[self.differentiable.index(i)] if i in self.differentiable else value for i, value in enumerate(made))
 
-    def take(self, spans: Iterable[Span]) -> None:
+    def take(self, legs: Iterable[Leg]) -> None:
         """Let the time of a pass go by."""
-        for span in spans:
-            if isinstance(span, Use):
-                axis = self.mesh.axis(span.axis)
-                wait(axis, span.kind, span.num_bytes, lambda: None)
+        for leg in legs:
+            if isinstance(leg, Together):
+                self._pass(leg)
+            elif isinstance(leg, Use):
+                axis = self.mesh.axis(leg.axis)
+                wait(axis, leg.kind, leg.num_bytes, lambda: None)
             else:
-                clock_of(self.mesh).rest(span)
+                clock_of(self.mesh).rest(leg)
+
+    def _pass(self, leg: Together) -> None:
+        clock = clock_of(self.mesh)
+        assert clock.plane is not None
+        *moments, end_s = leg.moments(meet(clock.plane, clock.ready_s()))
+        for use, began_s, ended_s in zip(leg.uses, moments[0::2], moments[1::2], strict=True):
+            self.mesh.recorder.add(use.kind, use.axis, use.num_bytes, began_s, ended_s)
+        clock.reach(end_s)
 
 
 class _Pace(torch.autograd.Function):
@@ -198,6 +214,36 @@ def _reaching(uses: Iterable[Use], mesh: Mesh, code: BlockCode) -> Iterator[Use]
         if use.kind == "send":
             raise ValueError(f"block {code.name!r} exchanges borders on axis {use.axis!r}, which paced devices do not know: plan without domain parallelism")
         yield use
+
+
+def _met(blocks: list[_PacedBlock], mesh: Mesh) -> list[_PacedBlock]:
+    """Blocks whose ranks have told each other what they do. All ranks of the plane call it."""
+    clock = clock_of(mesh)
+    plane = clock.plane
+    if plane is None:
+        return blocks
+    told: list[list[list[tuple[Span, ...]]]] = everyone(plane, [[block.forward, block.again, block.backward] for block in blocks])
+    wide = [(axis.name, axis.size) for axis in mesh.axes.values() if axis.size > 1 and axis.name not in ("pp", "dp")]
+    grid = torch.arange(plane.size).reshape([size for _, size in wide])
+    lines = {name: grid.movedim(i, -1).reshape(-1, size).tolist() for i, (name, size) in enumerate(wide)}
+
+    def seconds(use: Use, group: Sequence[int]) -> float:
+        return clock.links.seconds(use.kind, use.axis, use.num_bytes, tuple(plane.ranks[place] for place in group))
+
+    def legs(of_ranks: list[tuple[Span, ...]]) -> Iterator[Leg]:
+        is_alone = lambda step: isinstance(step[0], Use) and step[0].axis not in lines  # noqa: E731
+        for alone, steps in itertools.groupby(zip(*of_ranks, strict=True), is_alone):
+            own = list(steps)
+            if alone or not any(isinstance(step[0], Use) for step in own):
+                yield from (step[plane.index] for step in own)
+            else:
+                yield together(list(zip(*own, strict=True)), plane.index, lines.__getitem__, seconds)
+
+    found = []
+    for i, block in enumerate(blocks):
+        passes = (tuple(legs([rank[i][j] for rank in told])) for j in range(3))
+        found.append(replace(block, **dict(zip(("forward", "again", "backward"), passes, strict=True))))
+    return found
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -87,6 +87,8 @@ def _step(executor: Executor, job: Job) -> Step:
 
 def _close(mesh: Mesh) -> None:
     groups = [axis.group for axis in (*mesh.axes.values(), mesh.shard_axis, mesh.replica_axis)] + list(mesh.channels.values())
+    plane = clock_of(mesh).plane
+    groups.append(plane.group if plane is not None else None)
     for group in dict.fromkeys(group for group in groups if group is not None):
         dist.destroy_process_group(group)
 

@@ -110,10 +110,10 @@ class Recorder:
         """Now, to be given to `add`."""
         return self.clock.mark()
 
-    def add(self, kind: str, axis: str, num_bytes: int, start: Any) -> None:
-        """A collective or send that began at the mark `start` and ends now."""
+    def add(self, kind: str, axis: str, num_bytes: int, start: Any, end: Any = None) -> None:
+        """A collective or send that began at the mark `start` and ends at `end`, or now."""
         self.moves += 1
-        self._sent.append((kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, start, self.clock.mark()))
+        self._sent.append((kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, start, self.clock.mark() if end is None else end))
 
     def absorb(self, other: Recorder) -> None:
         """Take over what another recorder saw: work beside this step. What began before the step counts from its beginning (CPU clock)."""

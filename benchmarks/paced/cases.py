@@ -25,6 +25,7 @@ from costmodel.prices import Prices
 
 DEVICES = Path(__file__).parent / "devices"
 ROWS, TOKENS, VOCAB = 32, 16, 64
+_LIMIT_S = 2.0  # of the search for one plan of a sample
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
 
@@ -68,8 +69,8 @@ class Setting:
     batch: dict[str, torch.Tensor]
     prices: Prices
 
-    def plan(self, **fixed: Any) -> Plan:
-        return find_plan(self.graph, None, self.cluster, Constraints(**fixed), "sgd", prices=self.prices)
+    def plan(self, *, time_limit_s: float | None = None, **fixed: Any) -> Plan:
+        return find_plan(self.graph, None, self.cluster, Constraints(**fixed), "sgd", prices=self.prices, time_limit_s=time_limit_s)
 
 
 def ready(model: str, devices: str | Path, slower: float = 1.0) -> Setting:
@@ -91,8 +92,8 @@ def _devices(asked: str | Path) -> PacedDevices:
 
 
 def sample(setting: Setting, num: int, most_s: float, seed: int = 0) -> Iterator[tuple[str, Plan]]:
-    """Plans unlike each other, of random meshes, micro-batches, schedules and ways of storing: those that are feasible and predicted to take
-    `most_s` at most."""
+    """Plans unlike each other, of random meshes, micro-batches, schedules and ways of storing, the rest as the search finds it in a moment: those that are
+    feasible and predicted to take `most_s` at most."""
     draw, seen, tried = random.Random(seed), set(), set()
     for _ in range(20 * num):
         if len(seen) == num:
@@ -102,7 +103,7 @@ def sample(setting: Setting, num: int, most_s: float, seed: int = 0) -> Iterator
             continue
         tried.add(tuple(fixed.items()))
         try:
-            plan = setting.plan(**fixed)
+            plan = setting.plan(**fixed, time_limit_s=_LIMIT_S)
         except AutoplanError:
             continue
         name = described(plan)

@@ -4,7 +4,7 @@
     python benchmarks/paced/paced.py plans MODEL:DEVICES... [--num 60]    the chosen plan and a sample of others: errors, Kendall's tau, regret
 
 DEVICES: a file in benchmarks/paced/devices without its ending, a path, or `drawn:RANKS:SEED` (devices.py). One line of JSON for every plan and case.
-With `--folder F` drawn plans and measured steps are kept in F: the same command goes on where it ended.
+With `--folder F` what was measured is kept in F: the same command goes on with other plans.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import math
-import pickle
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -89,38 +88,30 @@ def schedules(devices: Iterable[str], how: How) -> None:
 def plans(case: str, num: int, how: How) -> None:
     """The chosen plan and `num - 1` others."""
     setting, end_s = ready(*case.split(":", 1), slower=how.slower), time.monotonic() + how.most_s
-    folder = how.folder / case.replace(":", "-").replace("/", "-") if how.folder else None
-    drawn = _drawn(setting, num, folder)
-    log = folder / f"steps-{how.label}.jsonl" if folder else None
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
-    known = {row["plan"] for row in rows}
-    if any(name not in known for name in drawn) and how.most_s > 0:
-        with how.pool(setting) as pool:
-            for name, plan in drawn.items():
-                if name not in known and time.monotonic() < end_s:
-                    rows.append(measured(setting, pool, name, plan))
-                    if log:
-                        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(json.dumps(summary(case, next(iter(drawn)), len(drawn), rows)), flush=True)
-
-
-def _drawn(setting: Setting, num: int, folder: Path | None) -> dict[str, Plan]:
-    """Name -> plan, the chosen one first."""
-    kept = folder / "plans.pickle" if folder else None
-    if kept and kept.exists():
-        return dict(itertools.islice(pickle.loads(kept.read_bytes()).items(), num))
+    log = how.folder / f"{case.replace(':', '-').replace('/', '-')}-{how.label}.jsonl" if how.folder else None
+    rows: list[Row] = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
     chosen = setting.plan()
-    found = {described(chosen): chosen} | dict(sample(setting, num, SLOWEST * chosen.forecast.step_time_s))
-    found = dict(itertools.islice(found.items(), num))
-    if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(pickle.dumps(found))
-    return found
+    with how.pool(setting) as pool:
+        for name, plan in _others(setting, chosen, num, seed=len(rows)):
+            if len(rows) >= num or time.monotonic() > end_s:
+                break
+            if all(row["plan"] != name for row in rows):
+                rows.append(measured(setting, pool, name, plan))
+                if log:
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(json.dumps(summary(case, described(chosen), rows)), flush=True)
 
 
-def summary(case: str, chosen: str, num_drawn: int, rows: list[Row]) -> Row:
+def _others(setting: Setting, chosen: Plan, num: int, seed: int) -> Iterator[tuple[str, Plan]]:
+    """The chosen plan first."""
+    yield described(chosen), chosen
+    yield from sample(setting, num, SLOWEST * chosen.forecast.step_time_s, seed)
+
+
+def summary(case: str, chosen: str, rows: list[Row]) -> Row:
     """`within_5`: forecasts within 5 % of what was measured; `regret`: of the chosen plan, against the best measured one."""
-    row: Row = {"case": case, "drawn": num_drawn, "measured": len(rows), "chosen": chosen}
+    row: Row = {"case": case, "plans": len(rows), "chosen": chosen}
     by_name = {one["plan"]: one for one in rows}
     if chosen not in by_name or len(rows) < 2:
         return row
@@ -144,8 +135,8 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=60, help="of plans, the chosen one among them")
     parser.add_argument("--unslept", action="store_true", help="let nothing sleep: the clocks of the devices tell")
     parser.add_argument("--slower", type=float, default=1.0, help="let everything take so many times as long: hosts that are late count less")
-    parser.add_argument("--folder", type=Path, help="keep plans and steps here, and go on with what is there")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="measure nothing new after so long; 0: draw plans only")
+    parser.add_argument("--folder", type=Path, help="keep what was measured here, and go on with what is there")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="measure nothing new after so long")
     parser.add_argument("--wire", type=int, default=0, help="Mbit/s: nodes are network namespaces (root), the last one behind a link throttled to this")
     asked = parser.parse_args()
     how = How(math.inf if asked.unslept else SLACK_S, asked.slower, asked.folder, 60 * asked.minutes, asked.wire)
