@@ -56,7 +56,7 @@ def mlp(num_layers: int = 24) -> Built:
     return MLP((32, *sizes, 16)), {"x": torch.zeros(ROWS, 32), "labels": torch.zeros(ROWS, dtype=torch.long)}
 
 
-MODELS: dict[str, Callable[[], Built]] = {"llama": llama, "gpt2": gpt2, "mlp": mlp}
+MODELS: dict[str, Callable[..., Built]] = {"llama": llama, "gpt2": gpt2, "mlp": mlp}
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Setting:
         return find_plan(self.graph, None, self.cluster, Constraints(**fixed), "sgd", prices=self.prices, time_limit_s=time_limit_s)
 
 
-def ready(model: str, devices: str | Path, slower: float = 1.0) -> Setting:
-    """`devices`: one of the files here, a path, or "drawn:RANKS:SEED", with everything `slower` times as long."""
+def ready(model: str, devices: str | Path, slower: float = 1.0, **sizes: int) -> Setting:
+    """`devices`: one of the files here, a path, or "drawn:RANKS:SEED", with everything `slower` times as long. `sizes`: num_layers of the model."""
     cluster = paced_cluster(_devices(devices).slower(slower))
-    built, batch = MODELS[model]()
+    built, batch = MODELS[model](**sizes)
     profile = Path(tempfile.mkdtemp(prefix="paced-profile-")) / "profile.sqlite"
     return Setting(model, cluster, capture(built, batch), batch, prices_of(cluster, profile))
 
