@@ -231,8 +231,7 @@ class Chooser:
         self.outline = outline
         (feature_axis, degree), graph, batch = feature_axes(grid)[0], outline.graph, outline.batch
         cube = CubePricer(graph, batch, rows, grid, pricer) if scheme == "3d" else None
-        divided = None if cube is None else cube.parts_at_rest
-        self.local = LocalGraph(graph, batch.options, batch.layouts, rows // row_unit(grid), degree, pricer, grid, contexts, divided)
+        self.local = cube.local if cube else LocalGraph(graph, batch.options, batch.layouts, rows // row_unit(grid), degree, pricer, grid, contexts)
         self.prices = cube or BlockPricer(self.local, axis_group(grid, feature_axis), forbidden, scheme)
         self._problems: dict[tuple, BlockProblem] = {}
         self._solved: dict[tuple[tuple, Price], Solution | None] = {}

@@ -15,13 +15,14 @@ from autoplan.batchaxis import BatchAxis
 from autoplan.cube import cube_splits
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph, Option
-from autoplan.layout import WHOLE, Layout
+from autoplan.layout import WHOLE, Layout, Split
 from autoplan.lower import lower
 from autoplan.plan import BlockPlan, Plan, StagePlan
-from autoplan.price import Pricer, bytes_of
+from autoplan.price import LocalGraph, Pricer, axis_group, bytes_of
 from autoplan.problem import BlockProblem, Choice, Item, Use, Weight
 from autoplan.reading import Reader, Tally, local_shape
-from autoplan.schemes import Axes, feature_axes
+from autoplan.schemes import Axes, feature_axes, row_unit
+from costmodel.opkey import CollectiveKind, OpKey
 from runtime.call import dtype_of
 from runtime.program import Program, StageCode
 
@@ -30,10 +31,12 @@ _Priced = tuple[tuple[Item, ...], Mapping[str, int], Mapping[str, Weight]]  # op
 
 
 class CubePricer:
-    """Prices the blocks of one graph for micro-batches of `rows` rows on a cube, as BlockPricer does for one feature axis."""
+    """Prices the blocks of one graph for micro-batches of `rows` rows on a cube, as BlockPricer does for one feature axis. `local`: what a rank sees."""
 
     def __init__(self, graph: Graph, batch: BatchAxis, rows: int, grid: Axes, pricer: Pricer) -> None:
         self.graph, self.batch, self.rows, self.grid, self.pricer = graph, batch, rows, grid, pricer
+        degree = feature_axes(grid)[0][1]
+        self.local = LocalGraph(graph, batch.options, batch.layouts, rows // row_unit(grid), degree, pricer, grid, (), self.parts_at_rest)
         self._step = frozenset(batch.body)
         self._known: dict[int, _Priced] = {}
 
@@ -42,14 +45,51 @@ class CubePricer:
         return self._priced(indices)[:2] if indices else ((), {})
 
     def least_s(self, index: int) -> float:
-        """Seconds of one operator of a pattern's first block, both passes, with what it sends."""
-        number = self._block_of[index]
-        items, _ = self.items(self._indices(number))
-        return items[self._indices(number).index(index)].choices[0].seconds
+        """Seconds of a product of a pattern's first block, both passes, but for what it sends; without lowering anything. Other operators: 0."""
+        found = self._product(index)
+        if found is None:
+            return 0.0
+        x, _, y = found
+        _, grads, text, ((x_shape, x_dtype), (w_shape, w_dtype)), ((y_shape, y_dtype),) = self.local.facts(index)
+        q, op = self.local.degree, self.graph.ops[index]
+        time = self.pricer.op(OpKey(
+            op.instr.target, ((self._gathered(x, x_shape), x_dtype), (tuple(size // q for size in w_shape), w_dtype)), ((self._gathered(y, y_shape), y_dtype),),
+            text, grads, op.flops // self.local.parts // q,
+        ))  # fmt: skip
+        return time.forward_s + (time.backward_s if self.graph.values[y].requires_grad else 0.0)
 
     def least_sent_s(self, index: int) -> float:
-        """Nothing beside `least_s`, which contains it."""
-        return 0.0
+        """Seconds of what a product sends at least: of x, w and y of 1/q^2 each one gather or reduce-scatter forward, and backward those of their
+        gradients. Other operators: 0."""
+        found = self._product(index)
+        if found is None:
+            return 0.0
+        x, w, y = found
+        values = self.graph.values
+        flows_back = values[y].requires_grad
+        size = {x: self.local.num_bytes(x), w: self.local.num_bytes(w) // self.local.degree**2, y: self.local.num_bytes(y)}
+        moved: dict[CollectiveKind, list[str]] = {
+            "all_gather": [x, w, *([y] if flows_back else [])],
+            "reduce_scatter": [y, *(name for name in (x, w) if flows_back and values[name].requires_grad)],
+        }
+        groups = [axis_group(self.grid, axis) for axis, _ in self.grid]
+        return sum(min(self.pricer.collective(kind, size[name], group) for group in groups) for kind, names in moved.items() for name in names)
+
+    def _product(self, index: int) -> tuple[str, str, str] | None:
+        """x, w and y of an operator that gathers its operands inside, and divides rows, columns and contraction."""
+        op = self.graph.ops[index]
+        labels = self._splits.get(self.graph.blocks[self._block_of[index]].pattern, {}).get(op.name, "")
+        rows = self.batch.layouts
+        if "~" not in labels or len(op.operands) != 2 or not all(isinstance(rows[name], Split) for name in (op.operands[0], *op.outputs)):
+            return None
+        (x, w), (y,) = op.operands, op.outputs
+        return x, w, y
+
+    def _gathered(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of x or y inside a product: q times the rows that a rank has at rest, and 1/q of the features, the last dimension."""
+        rows, q = self.batch.layouts[name], self.local.degree
+        assert isinstance(rows, Split)
+        return tuple(size * q if dim == rows.dim else size // q if dim == len(shape) - 1 else size for dim, size in enumerate(shape))
 
     def problem(
         self, name: str, indices: tuple[int, ...], sources: Mapping[str, Layout], wanted: tuple[tuple[str, Layout], ...], rests: Mapping[str, Layout]

@@ -60,11 +60,13 @@ def long_enough(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int)
     return 4 * num_ranks + num_micro_batches % num_ranks
 
 
+@lru_cache(maxsize=4096)
 def moments(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
     """For each rank, the moments of which one is the fullest, whatever the bytes."""
     if name == "gpipe":
         return tuple(_all_at_once(tuple(s for s, at in enumerate(stage_ranks) if at == rank), num_micro_batches) for rank in range(max(stage_ranks) + 1))
-    return _moments(order(name, stage_ranks, long_enough(name, stage_ranks, num_micro_batches)), stage_ranks)
+    played = long_enough(name, stage_ranks, num_micro_batches)
+    return _moments(order(name, stage_ranks, played), stage_ranks) if played == num_micro_batches else moments(name, stage_ranks, played)
 
 
 def _all_at_once(own: tuple[int, ...], num_micro_batches: int) -> tuple[Moment, ...]:
@@ -72,7 +74,6 @@ def _all_at_once(own: tuple[int, ...], num_micro_batches: int) -> tuple[Moment, 
     return tuple(Moment(running, tuple((s, num_micro_batches if s <= running else 0, 0) for s in own)) for running in own)
 
 
-@lru_cache(maxsize=512)
 def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[tuple[Moment, ...], ...]:
     found = []
     for rank, own in enumerate(actions):
@@ -109,8 +110,11 @@ def least_held(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) 
     """For each rank, micro-batches that are saved on all its stages at once, at some moment."""
     if name == "gpipe":
         return tuple(max(min(saved for _, saved, _ in moment.counts) for moment in own) for own in moments(name, stage_ranks, num_micro_batches))
+    played = long_enough(name, stage_ranks, num_micro_batches)
+    if played < num_micro_batches:
+        return least_held(name, stage_ranks, played)
     found = []
-    for rank, own in enumerate(order(name, stage_ranks, long_enough(name, stage_ranks, num_micro_batches))):
+    for rank, own in enumerate(order(name, stage_ranks, played)):
         saved, most = {s: 0 for s, at in enumerate(stage_ranks) if at == rank}, 0
         for action in own:
             if action.kind == "F":

@@ -210,7 +210,7 @@ class LocalGraph:
 
     def operands(self, index: int) -> tuple[str, ...]:
         """Operands of op number `index` of the graph."""
-        return self._facts(index)[0]
+        return self.facts(index)[0]
 
     def loop(self, index: int, option: Option) -> Loop | None:
         """The loop of op number `index` that an option divides."""
@@ -231,7 +231,7 @@ class LocalGraph:
     def op_time(self, index: int, option: Option) -> OpTime:
         """Seconds of op number `index` of the graph, run as `option` on the tensor axis."""
         op, batch = self.graph.ops[index], self.batch_options[index]
-        names, grads, text, inputs, results = self._facts(index)
+        names, grads, text, inputs, results = self.facts(index)
         gathered = {i for i, _ in loop.gathers} if "~" in option.label and (loop := self.loop(index, option)) else ()
         reads = tuple(WHOLE if i in gathered else layout for i, layout in enumerate(option.reads))
         operands = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(inputs, reads, strict=True))
@@ -239,7 +239,7 @@ class LocalGraph:
         assert len(names) == len(batch.reads)
         return self.pricer.op(OpKey(op.instr.target, operands, outputs, text, grads, op.flops // self.share(index, option)))
 
-    def _facts(self, index: int) -> tuple:
+    def facts(self, index: int) -> tuple:
         """Of one op: operands, which need a gradient, other arguments as text, (shape, dtype) of operands and outputs on the data axis."""
         if index not in self._known:
             op, batch = self.graph.ops[index], self.batch_options[index]

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import numpy as np
 
 from autoplan.choose import Outline
-from autoplan.holding import least_held, moments
+from autoplan.holding import least_held, long_enough, moments
 from autoplan.least import Least, main_of
 from autoplan.price import itemsize
 from autoplan.problem import Budget
 from autoplan.replay import Step
 from autoplan.spine import Spine
 from costmodel.memory import Widths
+
+_MIXTURES = (0.25, 0.5, 0.75)  # of two moments
 
 Counts = Callable[[str, tuple[int, ...], int], tuple[int, ...]]  # (schedule, stage ranks, micro-batches) -> held on each rank
 
@@ -64,24 +67,26 @@ class Room:
             N_k * states(P) + H_k * A <= k * limit,   H_k = least sum of n_j held_j over these stages
 
         (recomputed: H_k times what enters it, and A once on every stage that has any; selectively: A is what is kept, beside what enters). All stages
-        together hold the other blocks too.
+        together hold the other blocks too. Where a rank has several stages, or the backward pass is split, the n_j are those of rank j, which has
+        m w of each, and holds what `crowds` says; some of that is `surely` there, as one block of each of its stages is.
         """
-        if step.is_split or step.num_ranks < len(step.stage_ranks):
-            return ()  # nothing is known of these
-        n = len(step.stage_ranks)
+        n = step.num_ranks
         name, main = main_of(blocks)
+        is_plain = not step.is_split and n == len(step.stage_ranks)
+        if n < len(step.stage_ranks) and not self._is_inside(name):
+            return ()  # which stages have blocks of the pattern is not known
         full = recompute == "full"
         again_s = main.again_s(recompute)
         total = sum(b.count * (b.seconds + b.again_s(recompute)) for b in blocks.values())
-        held = self.held(step)
+        held, surely = (self.held(step), np.zeros(n)) if is_plain else _crowded(step, main.count / n)
         order = np.argsort(-held, kind="stable")
         caps = np.full(n, float(main.count))
         if n > 1 and below_s < float("inf"):
-            is_chain = not self.spine.num_off
+            is_chain = is_plain and not self.spine.num_off
             each = self._each(main, again_s, step)[order] if is_chain else np.full(n, step.num_micro_batches * (main.seconds + again_s))
             room_s = max(0.0, below_s - total) if is_chain else below_s
             caps = np.minimum(caps, np.floor(room_s / np.maximum(each, 1e-30) * (1 + 1e-9)))
-        held = held[order]
+        held, surely = held[order], surely[order]
         states = self.state_bytes(step) / self.width_at_rest if name in self.unshared and main.num_trained == main.num_elements else 0.0
         others = [(p, b) for p, b in blocks.items() if p != name]
         other_bytes = sum(b.count * (b.num_trained if p in self.unshared else 0) * self.state_bytes(step) for p, b in others)
@@ -93,7 +98,7 @@ class Room:
                 continue
             if caps[:k].sum() < count:
                 return (Budget(-1.0),)  # not all blocks have time
-            kept, blocks_held = count, 0.0
+            kept, blocks_held = count, float(surely[:k].sum())
             for cap, times in zip(caps[:k][::-1], held[:k][::-1], strict=True):
                 blocks_held += min(cap, kept) * times
                 kept -= min(cap, kept)
@@ -151,22 +156,53 @@ class Room:
         for rank, elements in there.items():
             room[rank] -= elements * self.state_bytes(step)
         held = float(main.held_bytes(recompute))
-        inner = (graph.blocks[number].pattern for number in self.outline.blocks[1:-1])
-        if n < len(ranks) and counts is least_held and all(pattern == name for pattern in inner):
+        if n < len(ranks) and counts is least_held and self._is_inside(name):
             caps = self._caps_in_parts(step, room, states, held, main.count)
         else:
             caps = room / np.maximum(states + np.array(counts(step.schedule, ranks, step.num_micro_batches)) * held, 1e-9)
         caps = np.clip(np.floor(caps), 0, main.count)
         return caps if caps.sum() >= main.count else None
 
-    def _caps_in_parts(self, step: Step, room: np.ndarray, states: float, held: float, count: int) -> np.ndarray:
+    def _is_inside(self, pattern: str) -> bool:
+        """Whether all blocks but the first and the last are of the pattern."""
+        return all(self.outline.graph.blocks[number].pattern == pattern for number in self.outline.blocks[1:-1])
+
+    @staticmethod
+    def _caps_in_parts(step: Step, room: np.ndarray, states: float, held: float, count: int) -> np.ndarray:
         """Most blocks on ranks of several stages, each of which has one, but for the first and the last, which may have others: a rank with c_s
         micro-batches saved on stage s at some moment has k blocks only if states k + held (sum of c_s + (k - stages) * min of c_s) <= room."""
-        caps = np.full(len(room), float(count))
-        last = len(step.stage_ranks) - 1
-        for rank, candidates in enumerate(moments(step.schedule, step.stage_ranks, step.num_micro_batches)):
-            for moment in candidates:
-                least = min(saved for _, saved, _ in moment.counts)
-                more = sum(saved - least for s, saved, _ in moment.counts if s not in (0, last))
-                caps[rank] = min(caps[rank], (room[rank] - held * more) / max(states + held * least, 1e-9))
-        return caps
+        least, more = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
+        caps = (room[:, None] - held * more) / np.maximum(states + held * least, 1e-9)
+        return np.minimum(caps.min(axis=1), count)
+
+
+def _crowded(step: Step, count: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of each rank, micro-batches that every block of it holds, and those that it holds besides: at the moment that weighs most with `count` blocks."""
+    least, more = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
+    moment = np.argmax(least * count + more, axis=1)[:, None]
+    return np.take_along_axis(least, moment, axis=1)[:, 0], np.take_along_axis(more, moment, axis=1)[:, 0]
+
+
+@lru_cache(maxsize=1024)
+def crowds(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """least[r, t] and more[r, t]: of the moments t of rank r, the fewest micro-batches that a stage of its has saved, and how many more than that those of
+    its stages have together which are sure to have a block (all but the first and the last one of the model). Two moments of a rank bind together,
+    so that their means do: mixtures are moments too."""
+    if (played := long_enough(name, stage_ranks, num_micro_batches)) < num_micro_batches:
+        return crowds(name, stage_ranks, played)
+    last = len(stage_ranks) - 1
+    found = []
+    for own in moments(name, stage_ranks, num_micro_batches):
+        saved = np.unique(np.array([[count for _, count, _ in moment.counts] for moment in own], dtype=float), axis=0)
+        is_inner = np.array([s not in (0, last) for s, _, _ in own[0].counts])
+        if saved.shape[1] > 1 and len(saved) > 1:
+            one, other = np.triu_indices(len(saved), 1)
+            saved = np.concatenate([saved, *(share * saved[one] + (1 - share) * saved[other] for share in _MIXTURES), saved.mean(axis=0)[None]])
+        least = saved.min(axis=1)
+        more = ((saved - least[:, None]) * is_inner).sum(axis=1)
+        order = np.lexsort((-more, -least))
+        is_more = np.concatenate([[True], more[order][1:] > np.maximum.accumulate(more[order])[:-1]])  # than all with as large a least
+        found.append(np.stack([least[order][is_more], more[order][is_more]]))
+    width = max(pair.shape[1] for pair in found)
+    padded = np.stack([np.pad(pair, ((0, 0), (0, width - pair.shape[1])), mode="edge") for pair in found])
+    return padded[:, 0], padded[:, 1]

@@ -3,10 +3,10 @@
 A bound. Any plan that fits and takes less than the best one found keeps the budgets of autoplan/room.py, so the program that keeps
 the two which the free choice exceeds most bounds the seconds of its blocks.
 
-Plans. Of a plan that does not fit, the fullest stage has n main blocks, holds h micro-batches and needs M bytes with the block's
-P and A. With the other blocks and the same cuts it fits where
+Plans. Of a plan that does not fit, the fullest rank has n main blocks, n_s of them on its stage s, of which it holds h_s micro-batches, and needs M bytes
+with the block's P and A. With the other blocks and the same cuts it fits where, with H the most that sum of n_s h_s is at any moment,
 
-    n * states(P') + n * h * A' <= limit - (M - n * states(P) - n * h * A)
+    n * states(P') + H * A' <= limit - (M - n * states(P) - H * A)
 
 (recomputed: A' once, what enters the blocks does not change; selectively: A is what is kept). The program under this budget gives the next
 plan; a stage that is too full then adds its own. Where the block has nothing more to give, the other patterns weigh memory too.
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.bounds import Bounds
 from autoplan.choose import Boundary, Chooser, Chosen
+from autoplan.holding import moments
 from autoplan.least import Least, main_pattern
 from autoplan.outcome import Result
 from autoplan.problem import Budget, Price
@@ -116,19 +117,25 @@ def _tightest(budgets: tuple[Budget, ...], place: Place) -> tuple[Budget, ...]:
 
 
 def _missing(result: Result, name: str, place: Place, bounds: Bounds) -> Budget | None:
-    """The budget under which the fullest stage of a plan would fit; None where its main blocks have nothing to do with it."""
-    graph, stage = place.chooser.outline.graph, result.fullest
-    inside = range(result.starts[stage], result.starts[stage + 1])
-    count = sum(graph.blocks[i].pattern == name for i in inside)
-    is_plain = not place.step.is_split and place.step.num_ranks == len(place.step.stage_ranks)
-    if not count or not is_plain:
+    """The budget under which the fullest rank of a plan would fit; None where its main blocks have nothing to do with it."""
+    graph, step = place.chooser.outline.graph, place.step
+    rank = result.stage_ranks[result.fullest]
+    counts = {
+        s: sum(graph.blocks[i].pattern == name for i in range(result.starts[s], result.starts[s + 1])) for s, at in enumerate(result.stage_ranks) if at == rank
+    }
+    count = sum(counts.values())
+    if not count:
         return None
     point, main = result.chosen.point(name), place.blocks[name]
     if place.recompute == "selective" and main.is_recomputed:
         point = replace(point, saved_bytes=point.kept_bytes)
-    states = bounds.room.state_bytes(place.step) / bounds.room.width_at_rest
-    recomputed = place.recompute == "full" and main.is_recomputed
-    budget = Budget(0.0, count * states, 1.0 if recomputed else count * float(bounds.room.held(place.step)[stage]))
+    states = bounds.room.state_bytes(step) / bounds.room.width_at_rest
+    if place.recompute == "full" and main.is_recomputed:
+        held = 1
+    else:
+        candidates = moments(step.schedule, result.stage_ranks, step.num_micro_batches)[rank]
+        held = max(sum(saved * counts[s] for s, saved, _ in moment.counts) for moment in candidates)
+    budget = Budget(0.0, count * states, float(held))
     limit = result.limit_bytes - (result.memory.total - budget.used_bytes(point))
     return replace(budget, limit_bytes=limit) if limit > 0.0 else None
 

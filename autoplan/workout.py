@@ -73,6 +73,12 @@ class WorkOut:
                     continue
                 if any(r.fits and not r.is_bent and r.chosen.boundary == boundary and dominates(r.storing, storing) for r in found.results):
                     continue
+                place = Place(chooser, boundary, price, self.shapes.step(shape, storing), recompute, blocks)
+                if not some and self.shapes.task.stages is None and found.fastest_s < float("inf"):
+                    bound_s = max(bound_s, squeeze.squeezed(place, self.shapes.bounds, found.fastest_s, found.fastest_s * (1 - ENOUGH)).bound_s)
+                    if bound_s >= found.fastest_s * (1 - ENOUGH):
+                        found.least_s = min(found.least_s, bound_s)
+                        continue
                 chosen = chooser.choose(boundary, price, recompute)
                 if chosen is None:
                     continue
@@ -81,7 +87,6 @@ class WorkOut:
                     work = Work(self.shapes.outline, chooser.local, chosen, storing.recompute, self.shapes.step(shape, storing))
                     return self._cut(shape, storing, work, below_s)
 
-                place = Place(chooser, boundary, price, self.shapes.step(shape, storing), recompute, blocks)
                 first = len(found.results)
                 bound_s = self._fill(found, place, chosen, cut, bound_s, is_squeezed=is_squeezed, some=some)
                 for fitting in [r for r in found.results[first:] if r.fits and r.step_s < found.fastest_s * _NEAR]:

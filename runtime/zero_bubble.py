@@ -39,12 +39,13 @@ def play(stage_ranks: tuple[int, ...], num_micro_batches: int, limit: int) -> Sc
     """
     num_stages, num_ranks = len(stage_ranks), max(stage_ranks) + 1
     own = [[s for s in range(num_stages) if stage_ranks[s] == rank] for rank in range(num_ranks)]
-    ended: dict[Action, int] = {}  # action -> the time at which its result is there
+    never = 3 * (num_stages + 1) * (num_micro_batches + num_stages + 1)
+    ended = {kind: [[never] * num_micro_batches for _ in range(num_stages)] for kind in ("F", "BI", "BW")}  # when the result of an action is there
     following = {(kind, s): 0 for kind in ("F", "BI", "BW") for s in range(num_stages)}  # the micro-batch that is next
     taken: list[list[Action]] = [[] for _ in range(num_ranks)]
 
     def is_there(kind: Kind, stage: int, micro_batch: int, now: int) -> bool:
-        return ended.get(Action(kind, stage, micro_batch), now + 1) <= now
+        return ended[kind][stage][micro_batch] <= now
 
     def may_run(kind: Kind, s: int, now: int) -> bool:
         k = following[kind, s]
@@ -72,7 +73,7 @@ def play(stage_ranks: tuple[int, ...], num_micro_batches: int, limit: int) -> Sc
         for rank in range(num_ranks):
             action = choice(rank, now)
             if action is not None:
-                ended[action] = now + 1
+                ended[action.kind][action.stage][action.micro_batch] = now + 1
                 taken[rank].append(action)
                 following[action.kind, action.stage] += 1
         now += 1

@@ -115,6 +115,21 @@ def test_a_cube_is_searched_at_the_price_of_its_program(fixed: dict[str, int]) -
         )
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_cube_is_bounded_by_its_products_without_lowering_it(name: str) -> None:
+    graph, cluster = autoplan.capture(*ZOO[name]()), Cluster.parse("a100-sxm-40gb:1x8")
+    searcher = Searcher(Task(graph, cluster, AnalyticPrices(cluster), autoplan.Constraints(tensor="3d", dp=1, pp=1), "sgd", None, None))
+    chooser = searcher.shapes.chooser(searcher.space.shapes[0])
+    outline, prices = chooser.outline, chooser.prices
+    shares = []
+    for number in outline.examples.values():
+        indices = outline.indices(graph.blocks[number])
+        least = sum(prices.least_s(i) + prices.least_sent_s(i) for i in indices)
+        shares.append(least / sum(item.choices[0].seconds for item in prices.items(indices)[0]))
+    assert max(shares) <= 1.0
+    assert max(shares) > 0.2
+
+
 @pytest.mark.parametrize(
     ("rows", "sizes", "ranks", "asked", "reason"),
     [
