@@ -27,7 +27,7 @@ from costmodel.memory import Widths
 from costmodel.opkey import OpKey, RankGroup
 
 # Elementwise passes to send and to receive a value: measured on a CPU (benchmarks/modes/compression.py --passes).
-PASSES: Mapping[str, tuple[int, int]] = {"1bit": (26, 10), "1bit-adam": (21, 10), "8bit": (17, 1), "32bit": (11, 1)}
+PASSES: Mapping[str, tuple[int, int]] = {"1bit": (22, 7), "1bit-adam": (15, 7), "8bit": (13, 2), "32bit": (8, 1)}
 _ARGUMENTS = '[[{"tensor": 0}, {"tensor": 1}], {}]'
 _SLAB = 2**20  # elements that are priced; more in proportion
 
