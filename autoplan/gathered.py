@@ -28,9 +28,10 @@ _NORMS = {"aten.layer_norm.default": ("runtime.split_layer_norm", 2), "aten.rms_
 def gathered_loops(graph: Graph, op: Op) -> tuple[Loop, ...]:
     """The loops of `op` beside `Op.loops` that schemes of several tensor axes may divide."""
     target = op.instr.target
-    if target in _PRODUCTS and len(op.operands) == 2:
-        return _products(op)
-    return _norms(graph, op) if target in _NORMS else ()
+    is_product = target in _PRODUCTS and len(op.operands) == 2
+    if not is_product and target not in _NORMS:
+        return ()
+    return graph.answered(op, ("gathered",), lambda: _products(op) if is_product else _norms(graph, op))
 
 
 def loop_of(graph: Graph, op: Op, label: str) -> Loop | None:

@@ -14,7 +14,7 @@ listed stays whole. A loop says where it lies in each operand and output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -164,6 +164,18 @@ class Graph:
                 found.setdefault(name, []).append(i)
         return {name: tuple(where) for name, where in found.items()}
 
+    @cached_property
+    def _answers(self) -> dict[tuple, tuple[Op, tuple]]:
+        return {}
+
+    def answered(self, op: Op, question: tuple, answer: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """`answer()` of an operator, worked out once for each question: neither it nor the graph ever changes."""
+        key = (op.name, *question)
+        found = self._answers.get(key)
+        if found is None or found[0] is not op:
+            found = self._answers[key] = op, answer()
+        return found[1]
+
     def at_rest(self, name: str) -> str:
         """The dtype in which a parameter or buffer is kept, and its gradient summed."""
         dtype = self.values[name].spec.dtype
@@ -206,6 +218,11 @@ def options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...] = ()) -> t
 
 def labelled_options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...] = ()) -> tuple[Option, ...]:
     """`options`, also for an axis of one rank beside stages where it has more: the layouts of its values have the same names there."""
+    question = ("options", degree, tuple(loop.label for loop in more))
+    return graph.answered(op, question, lambda: _labelled_options(graph, op, degree, more))
+
+
+def _labelled_options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...]) -> tuple[Option, ...]:
     operands, outputs = op.operands, op.outputs
     grads = [graph.values[name].requires_grad for name in operands]
     found = [Option("whole", (WHOLE,) * len(operands), (WHOLE,) * len(outputs))]
