@@ -257,10 +257,12 @@ class Product:
 
 
 def _chunks(run: Run) -> int:
-    """Stages on a rank: as the run says, or the next larger number by which its layers divide; 1 where there is none up to _MANY_CHUNKS."""
+    """Stages on a rank: as the run says, or the next larger number by which its layers divide; as the run says where there is none up to _MANY_CHUNKS."""
     layers = [stage.layers for stage in run.stages]
-    possible = [v for v in range(run.vpp, max(run.vpp, _MANY_CHUNKS) + 1) if all(count % v == 0 for count in layers)]
-    return possible[0] if run.pp > 1 and run.vpp > 1 and possible else 1
+    if run.pp == 1 or run.vpp == 1 or min(layers) < run.vpp:
+        return 1
+    even = [v for v in range(run.vpp, max(run.vpp, _MANY_CHUNKS) + 1) if all(count % v == 0 for count in layers)]
+    return even[0] if even else run.vpp
 
 
 def _kind(run: Run, rank: int) -> int:

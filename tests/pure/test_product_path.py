@@ -81,6 +81,17 @@ def test_stages_wait_for_what_they_send() -> None:
     assert replayed_s < canonical_pipeline(Pricer(one, load()))[0] * 1.05
 
 
+def test_layers_that_chunks_do_not_divide_are_interleaved_all_the_same() -> None:
+    """Four layers and three: chunks of two layers each, and of two and one."""
+
+    def step_s(vpp: int) -> float:
+        one = run(GPT | {"layers": 7, "vocab": 1024}, tp=1, dp=8, vpp=vpp, micro_batch=1, global_batch=16)
+        assert [stage.layers for stage in one.stages] == [4, 3]
+        return Product(one, load()).pipeline(Pricer(one, load()))[0]
+
+    assert step_s(2) < 0.95 * step_s(1)
+
+
 def test_what_the_planner_does_not_offer_falls_back_and_says_so() -> None:
     found = predict(row(tp=4, pp=4, dp=1, layer_partitions=[2, 0, 2, 2]), load(), "product")
     assert "leave one without work" in found["canonical"] and found["iteration_s"] > 0
