@@ -48,7 +48,7 @@ VIEWS = frozenset(
         "view_as.default",
         "movedim.int",
     )
-)
+) | {"runtime.real_rows"}
 
 _HEAVY_SHARE = 0.01  # of a block's FLOPs
 

@@ -147,7 +147,7 @@ class Outline:
             for name in streams if not counts else ():
                 dims = graph.values[name].dims
                 for factor in itertools.chain(*(dims if inner else dims[:-1])):
-                    if factor != graph.batch_factor and graph.factor_sizes[factor] % degree == 0 and graph.factor_sizes[factor] > 1:
+                    if factor != graph.batch_factor and graph.divides(factor, degree) and graph.factor_sizes[factor] > 1:
                         counts[factor] = counts.get(factor, 0) + 1
         often = sorted((f for f, n in counts.items() if 2 * n >= len(streams)), key=lambda f: (-counts[f], f))[:_MAX_FACTORS]
         factors: list[int | None] = [None, *often] if degree > 1 else [None]

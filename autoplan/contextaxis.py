@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from autoplan.constraints import nearest_divisor
 from autoplan.errors import InfeasibleError
-from autoplan.graph import Graph, Loop, Op, Option
+from autoplan.graph import Graph, Loop, Op, Option, can_be_divided
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 
 ATTENTION = ("aten.scaled_dot_product_attention.default", "runtime.attention")
@@ -122,14 +122,33 @@ def check_context(graph: Graph, name: str, degree: int, axis: ContextAxis, way: 
             longer, shorter = -(-size // degree) * degree, size // degree * degree
             what = "a sequence" if name == "cp" else "a global batch"
             ignored = " with padding whose labels are ignored" if name == "cp" else ""
-            raise InfeasibleError(
-                f"{asked} does not divide {what} of {size}: make it {longer}{ignored}{f' or {shorter}' if shorter else ''}, or use a degree that divides {size}"
-            )
+            why = _blocks_uneven(graph, factor, degree, axis)
+            if why:
+                raise InfeasibleError(
+                    f"{asked} does not divide {what} of {size}, and {why}: make it {longer}{ignored}{f' or {shorter}' if shorter else ''}, "
+                    f"or use a degree that divides {size}"
+                )
     if name == "ep":
         _check_experts(graph, degree)
     for op, option in zip(graph.ops, axis.options, strict=True):
         if name == "cp" and op.instr.target in ATTENTION:
             _check_way(graph, op, option, degree, way)
+
+
+def _blocks_uneven(graph: Graph, factor: int, degree: int, axis: ContextAxis) -> str:
+    """Why ranks cannot hold unequal parts of a factor; "" where they can."""
+    if factor == graph.batch_factor:
+        return "its rows are dealt evenly"
+    if graph.factor_sizes[factor] < degree:
+        return "some ranks would have no position"
+    resting = next((v for v in graph.values.values() if v.kind in ("parameter", "buffer") and any(factor in dim for dim in v.dims)), None)
+    if resting is not None:
+        return f"{resting.fqn}, which has an entry for each position, is cut evenly"
+    for op, option in zip(graph.ops, axis.options, strict=True):
+        loop = loop_of(op, option.label)
+        if loop is not None and loop.factor == factor and not can_be_divided(graph, op, loop, degree):
+            return f"{where(op)} cannot tell the positions of a rank from the room that is left on it"
+    return ""
 
 
 def _check_experts(graph: Graph, degree: int) -> None:

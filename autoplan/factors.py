@@ -19,7 +19,7 @@ from autoplan.graph import Loop, Op, Value
 from autoplan.layout import Split
 from autoplan.rules import DEFAULT, Registry, Signature, signature
 from autoplan.rules.registry import opaque
-from autoplan.rules.signature import OPAQUE, Pair, lengths
+from autoplan.rules.signature import OPAQUE, Pair, Slide, lengths
 from runtime.call import dtype_of
 
 Place = tuple[int, int]  # leaf and the product of the lengths to its right within the dimension or label
@@ -196,10 +196,23 @@ def _loops(
                     special.even if special else False,
                 )
             )
+    loops += [loop for slide in sign.slides if (loop := _sliding(slide, seen, made, leaves, sizes)) is not None]
     # Sums of integers or truth values are completed where they are made: they count, and counts are read at once.
     linear = tuple(group for group in sign.linear if all(dtype_of(values[op.operands[i]].spec.dtype).is_floating_point for i in group))
     paired = tuple(loop for pair in sign.pairs for loop in _paired(pair, seen, made, leaves))
     return replace(op, loops=tuple(loops), linear_in=linear, proved=sign.proved, paired=paired)
+
+
+def _sliding(slide: Slide, seen: Sequence[_Places], made: Sequence[_Places], leaves: Mapping[str, tuple[int, ...]], sizes: Sequence[int]) -> Loop | None:
+    """The loop over the outermost factors of both labels; None where they have no place of their own."""
+    read, write = seen[0].get((slide.read, 0)), made[0].get((slide.write, 0))
+    if not read or not write or len(read) != 1 or len(write) != 1:
+        return None
+    first, *rest = leaves[slide.read]
+    nothing = (None,) * (len(seen) - 1)
+    minimum = -(-slide.inner.minimum // prod(sizes[leaf] for leaf in rest))
+    inner = slide.inner
+    return Loop(slide.write, first, "map", (read[0], *nothing), (write[0],), inner.lowering, inner.collectives, minimum, True, (), slide.window)
 
 
 def _paired(pair: Pair, seen: Sequence[_Places], made: Sequence[_Places], leaves: Mapping[str, tuple[int, ...]]) -> list[Loop]:

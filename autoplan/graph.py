@@ -10,10 +10,15 @@ is `Graph.batch_factor`.
 
 Loops. An operator's `loops` are those of its loop indices that a mesh axis may divide; what is not
 listed stays whole. A loop says where it lies in each operand and output.
+
+Uneven. A factor whose length the ranks do not divide is divided all the same where it is one of `Graph.positions`: neither the batch, whose
+rows the data axis deals, nor a factor of a tensor at rest. Ranks have room for equally many positions then, not all of them real
+(runtime/pieces.py), and a loop that joins positions reads the real ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from runtime.instr import Instr, TensorSpec, uses
+from runtime.sharded.halo import Span, Window, reach
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
 Runs = tuple[tuple[int, int], ...]  # (first operator in the captured order, its stage): autoplan/arrange.py
@@ -75,6 +81,12 @@ class Loop:
     minimum: int = 1
     even: bool = False
     gathers: tuple[tuple[int, int], ...] = ()  # (operand, factor) that lie divided although they do not carry the loop, and are gathered inside
+    window: Window | None = None  # it slides from the factor in operand 0 to another one in output 0: halos follow from how both are divided
+
+    @property
+    def joins(self) -> bool:
+        """Whether iterations are read together, so that only real ones may be."""
+        return self.kind == "sum" or self.lowering != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +194,17 @@ class Graph:
         return "float32" if self.precision is not None and dtype in ("float32", "bfloat16", "float16") else dtype
 
     @cached_property
+    def positions(self) -> frozenset[int]:
+        """Factors that ranks may divide unevenly."""
+        at_rest = {f for value in self.values.values() if value.kind in ("parameter", "buffer") for dim in value.dims for f in dim}
+        return frozenset(range(len(self.factor_sizes))) - at_rest - {self.batch_factor}
+
+    def divides(self, factor: int, degree: int) -> bool:
+        """Whether values may lie divided along a factor over `degree` ranks, evenly or not."""
+        size = self.factor_sizes[factor]
+        return size % degree == 0 or (size > degree and factor in self.positions)
+
+    @cached_property
     def batch_size(self) -> int | None:
         return None if self.batch_factor is None else self.factor_sizes[self.batch_factor]
 
@@ -209,6 +232,49 @@ def insides(graph: Graph, op: Op, loop: Loop | None) -> tuple[Inside, ...]:
     return tuple(inside for inside in loop.inner if occurs(inside))
 
 
+_UNEVEN = frozenset(
+    f"runtime.{name}"
+    for name in (
+        *("halo_conv", "halo_conv_transpose", "halo_max_pool", "halo_avg_pool", "adaptive_average_part", "mean_part"),
+        *("sync_batch_norm", "sync_group_norm", "ring_attention", "self_attention_ring"),
+    )
+)
+
+
+def can_be_divided(graph: Graph, op: Op, loop: Loop, degree: int) -> bool:
+    """Whether `degree` ranks can divide a loop of `op`: evenly, or unevenly where it reads no copies as if they were real."""
+    size = graph.factor_sizes[loop.factor]
+    if loop.window is None and size % degree == 0:
+        return size // degree >= loop.minimum
+    found = _factors(graph, op, loop)
+    if loop.gathers or (loop.lowering and loop.lowering not in _UNEVEN) or size // degree < loop.minimum:
+        return False
+    if not all(graph.divides(factor, degree) for factor in found):
+        return False
+    if loop.window is None:
+        return True
+    needed = reach(span_of(graph, op, loop), loop.window, degree)
+    return size // degree * span_of(graph, op, loop).inner >= max(needed.before, needed.after)
+
+
+def span_of(graph: Graph, op: Op, loop: Loop) -> Span:
+    """How a windowed operator's input and output are divided along a loop over positions."""
+    read, write = loop.reads[0], loop.writes[0]
+    assert read is not None and write is not None and read.factor == write.factor == 0, "positions are divided along the outermost factor of a dimension"
+    sizes = []
+    for name, at in ((op.operands[0], read), (op.outputs[0], write)):
+        first, *rest = (graph.factor_sizes[factor] for factor in graph.values[name].dims[at.dim])
+        sizes += [first, math.prod(rest)]
+    return Span(*sizes)
+
+
+def _factors(graph: Graph, op: Op, loop: Loop) -> frozenset[int]:
+    """The factors that ranks divide where they divide a loop."""
+    values = (graph.values[name] for name in (*op.operands, *op.outputs))
+    places = zip(values, (*loop.reads, *loop.writes), strict=True)
+    return frozenset(value.dims[at.dim][at.factor] for value, at in places if at is not None) | {loop.factor}
+
+
 def options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...] = ()) -> tuple[Option, ...]:
     """Every way to run `op` on an axis of `degree` ranks: whole first, then loops that divide, its own and `more`, then partial sums.
     One rank runs it whole."""
@@ -228,7 +294,7 @@ def _labelled_options(graph: Graph, op: Op, degree: int, more: tuple[Loop, ...])
     found = [Option("whole", (WHOLE,) * len(operands), (WHOLE,) * len(outputs))]
     unused = [VARY if grad else WHOLE for grad in grads]
     for loop in (*op.loops, *more):
-        if graph.factor_sizes[loop.factor] % degree or graph.factor_sizes[loop.factor] // degree < loop.minimum:
+        if not can_be_divided(graph, op, loop, degree):
             continue
         if any(graph.factor_sizes[factor] % degree for _, factor in loop.gathers):
             continue

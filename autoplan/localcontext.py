@@ -15,6 +15,7 @@ from autoplan.load import Traffic
 from autoplan.price import LocalGraph, bytes_of
 from costmodel.opkey import RankGroup, Shape
 from runtime.instr import TensorSpec
+from runtime.pieces import most
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class LocalContext:
             loop = loop_of(op, option.label)
             if loop is not None and op.instr.target in (*ATTENTION, EXPERTS):
                 divided.add(loop.factor)
-        return tuple(size // self.degree if f in divided and size % self.degree == 0 else size for f, size in enumerate(sizes))
+        return tuple(most(size, self.degree) if f in divided and self.graph.divides(f, self.degree) else size for f, size in enumerate(sizes))
 
 
 @dataclass(frozen=True)

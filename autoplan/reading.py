@@ -27,7 +27,7 @@ from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, 
 from costmodel.opkey import CollectiveKind, OpKey, OpTime
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
-from runtime.instr_traffic import GATHERED, gathered_uses
+from runtime.instr_traffic import GATHERED, backward_uses, forward_uses, with_room
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
 from runtime.selective import is_kept
 from runtime.split import puts_off
@@ -139,9 +139,10 @@ class Reader:
         assert isinstance(axis, str)
         forward, backward = COLLECTIVES[instr.target]
         source, result = operands[0], instr.outputs[0].name
-        self._move(forward, axis, "forward", max(self.size(source), self.size(result)), tally)
+        size = max(self.size(source), with_room(instr, self.size(result), self.degrees.get(axis, 1)))
+        self._move(forward, axis, "forward", size, tally)
         if self.grads[result]:
-            self._move(backward, axis, "backward", max(self.size(source), self.size(result)), tally)
+            self._move(backward, axis, "backward", size, tally)
 
     def _move(self, kind: CollectiveKind | None, axis: str, phase: str, num_bytes: int, tally: Tally) -> None:
         """`num_bytes`: of the whole tensor; of the local one for all_to_all."""
@@ -230,10 +231,11 @@ class Reader:
         return self.pricer.op(key)
 
     def _inner(self, instr: Instr, op: Op, operands: list[str], tally: Tally) -> None:
-        if instr.target in GATHERED:
+        if instr.target in GATHERED or "spans" in dict(instr.kwargs):
             needs = frozenset(name for name in operands if self.grads[name])
-            sent = [("forward", use) for use in gathered_uses(instr, self.specs, self.degrees)]
-            sent += [("backward", use) for use in gathered_uses(instr, self.specs, self.degrees, needs)]
+            has_grad = instr.target in GATHERED or operands[0] in needs
+            sent = [("forward", use) for use in forward_uses(instr, self.specs, self.degrees)]
+            sent += [("backward", use) for use in backward_uses(instr, self.specs, self.degrees, needs) if has_grad]
             for phase, use in sent:
                 size = use.num_bytes * self.size(operands[0]) // spec_bytes(self.specs[operands[0]])  # as it is computed
                 self._move(use.kind, use.axis, phase, size, tally)  # type: ignore[arg-type]
@@ -291,10 +293,7 @@ def _axis_of(instr: Instr) -> str:
 
 def local_shape(stored: Stored, degrees: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of a tensor at rest on one rank, before ZeRO."""
-    shape = list(stored.spec.shape)
-    for chunk in stored.chunks:
-        shape[chunk.dim] //= degrees.get(chunk.axis, 1)
-    return tuple(shape)
+    return stored.local_shape(degrees)
 
 
 def fed(feed: Feed, rows: int) -> TensorSpec:

@@ -105,7 +105,7 @@ class SearchedContexts:
 
     def leaves(self, factor: int, shape: Shape) -> bool:
         """Whether what "cp" leaves of a factor divides by tp."""
-        return shape.cp == 1 or factor not in sequence_factors(self.graph) or self.graph.factor_sizes[factor] % (shape.cp * shape.tp) == 0
+        return shape.cp == 1 or factor not in sequence_factors(self.graph) or self.graph.divides(factor, shape.cp * shape.tp)
 
     @cached_property
     def expert_factors(self) -> frozenset[int]:

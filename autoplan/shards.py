@@ -33,16 +33,23 @@ def window(dims: Dims, layout: Split) -> Window:
     return layout.dim, math.prod(sizes[:k]), sizes[k], math.prod(sizes[k + 1 :])
 
 
-def cut(x: torch.Tensor, dims: Dims, layout: Layout, lengths: Sequence[int]) -> list[torch.Tensor]:
+def cut(x: torch.Tensor, dims: Dims, layout: Layout, lengths: Sequence[int], room: int = 0, *, is_grad: bool = False) -> list[torch.Tensor]:
     """What each rank holds of a value (not PARTIAL), or of the cotangent of one (not VARY).
 
-    Rank r holds `lengths[r]` entries of the factor that a Split divides.
+    Rank r holds `lengths[r]` entries of the factor that a Split divides, and room for `room` of them where that is more: filled with
+    copies of its last one, of a gradient with zeros.
     """
     if not isinstance(layout, Split):
         return [x] * len(lengths)
     dim, outer, size, inner = window(dims, layout)
     seen = x.reshape(*x.shape[:dim], outer, size, inner, *x.shape[dim + 1 :])
-    return [part.reshape(*x.shape[:dim], outer * part.shape[dim + 1] * inner, *x.shape[dim + 1 :]) for part in seen.split(list(lengths), dim + 1)]
+    parts = []
+    for part in seen.split(list(lengths), dim + 1):
+        if part.shape[dim + 1] < room:
+            more = part.narrow(dim + 1, part.shape[dim + 1] - 1, 1).expand(*part.shape[: dim + 1], room - part.shape[dim + 1], *part.shape[dim + 2 :])
+            part = torch.cat([part, torch.zeros_like(more) if is_grad else more], dim + 1)
+        parts.append(part.reshape(*x.shape[:dim], outer * part.shape[dim + 1] * inner, *x.shape[dim + 1 :]))
+    return parts
 
 
 def addends(x: torch.Tensor, degree: int) -> list[torch.Tensor]:
@@ -51,8 +58,8 @@ def addends(x: torch.Tensor, degree: int) -> list[torch.Tensor]:
     return [x - torch.stack(rest).sum(0), *rest]
 
 
-def joined(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, lengths: Sequence[int]) -> torch.Tensor:
-    """The value that ranks hold as `layout`. Raises Differs where shapes or copies disagree."""
+def joined(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, lengths: Sequence[int], room: int = 0) -> torch.Tensor:
+    """The value that ranks hold as `layout`, with room as for `cut`. Raises Differs where shapes or copies disagree."""
     if layout == PARTIAL:
         return torch.stack(parts).sum(0)
     if not isinstance(layout, Split):
@@ -61,18 +68,19 @@ def joined(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, len
     shape = tuple(math.prod(sizes) for sizes in dims)
     seen = []
     for part, length in zip(parts, lengths, strict=True):
-        expected = (*shape[:dim], outer * length * inner, *shape[dim + 1 :])
+        places = max(length, room)
+        expected = (*shape[:dim], outer * places * inner, *shape[dim + 1 :])
         if tuple(part.shape) != expected:
             raise Differs(f"{what} has the local shape {tuple(part.shape)}, expected {expected}")
-        seen.append(part.reshape(*shape[:dim], outer, length, inner, *shape[dim + 1 :]))
+        seen.append(part.reshape(*shape[:dim], outer, places, inner, *shape[dim + 1 :]).narrow(dim + 1, 0, length))
     return torch.cat(seen, dim + 1).reshape(shape)
 
 
-def joined_grad(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, lengths: Sequence[int]) -> torch.Tensor:
+def joined_grad(what: str, parts: list[torch.Tensor], dims: Dims, layout: Layout, lengths: Sequence[int], room: int = 0) -> torch.Tensor:
     """The gradient of a value that was read as `layout`, from the ranks' own."""
     if layout == VARY:
         return torch.stack(parts).sum(0)
-    return joined(what, parts, dims, WHOLE if layout == PARTIAL else layout, lengths)
+    return joined(what, parts, dims, WHOLE if layout == PARTIAL else layout, lengths, room)
 
 
 def _equal(what: str, parts: list[torch.Tensor]) -> torch.Tensor:

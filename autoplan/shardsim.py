@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.batchaxis import batch_axis
-from autoplan.graph import Graph, Loop, Op, Option, Value, options
+from autoplan.graph import Graph, Loop, Op, Option, Value, can_be_divided, options
 from autoplan.localise import localise
 from autoplan.operands import FLOATS
 from autoplan.shards import Differs
@@ -81,7 +81,7 @@ def _proof(graph: Graph, option: Option, ranks: Ranks) -> Proof:
 def prove_graph(graph: Graph, degree: int = 2) -> tuple[ProofRow, ...]:
     """Proofs of every option but "whole" of every operator that is unlike the ones before it.
 
-    A loop that `degree` does not divide is proved for the smallest degree that does.
+    A loop that `degree` ranks do not divide evenly is proved for them where they can divide it unevenly, else for the smallest degree that does.
     """
     seen: dict[str, None] = {}
     rows: list[ProofRow] = []
@@ -171,8 +171,7 @@ def _labels(graph: Graph, op: Op, degree: int) -> list[tuple[str, int]]:
     """Every option's label with the degree to prove it for."""
     found = []
     for loop in op.loops:
-        size = graph.factor_sizes[loop.factor]
-        p = degree if size % degree == 0 else next((p for p in range(2, min(size, 8) + 1) if size % p == 0), 0)
+        p = next((p for p in (degree, *range(2, min(graph.factor_sizes[loop.factor], 8) + 1)) if can_be_divided(graph, op, loop, p)), 0)
         if p:
             found.append((loop.label, p))
     return found + [(_group_label(group), degree) for group in op.linear_in]

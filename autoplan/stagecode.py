@@ -122,7 +122,7 @@ def _receives(context: Lowering, emitter: Emitter, number: int) -> list[Transfer
             source, stages = _holder(context, name, number), context.plan.stages
             spec, grad = emitter.specs[local], graph.values[name].requires_grad
             if context.plan.stage_meshes and stages[source].rank != stages[number].rank:
-                spread = spread_of(graph, name, [axis.name for axis in context.axes], emitter.produced(name))
+                spread = spread_of(graph, name, [axis.name for axis in context.axes], emitter.produced(name), context.plan.stage_meshes)
                 found.append(Transfer(local, source, number, spec, grad, spread=spread))
             else:
                 found.append(Transfer(local, source, number, spec, grad, _pieces(context, emitter, name, spec.shape, source, number)))

@@ -78,14 +78,20 @@ def _dealt(micro_batches: Sequence[MicroBatch], dp: int) -> tuple[tuple[MicroBat
     return tuple(map(tuple, own))
 
 
-def spread_of(graph: Graph, name: str, axes: Sequence[str], layouts: Layouts) -> Spread:
-    """How a value lies on the axes of every mesh."""
+def spread_of(graph: Graph, name: str, axes: Sequence[str], layouts: Layouts, meshes: Sequence[Axes]) -> Spread:
+    """How a value lies on the axes of each of `meshes`. Raises UsageError where the ranks of one would hold unequal parts."""
     value = graph.values[name]
     factors = [factor for dim in value.dims for factor in dim]
     before = [sum(map(len, value.dims[:d])) for d in range(len(value.dims))]
     divided = tuple((axis, before[at.dim] + at.factor) for axis, at in zip(axes, layouts, strict=True) if isinstance(at, Split))
     if len({place for _, place in divided}) != len(divided):
         raise UsageError(f"{name} is divided by the data and tensor axes along the same rows where stages of different meshes meet: leave it whole there.")
+    for axis, place in divided:
+        size, degrees = graph.factor_sizes[factors[place]], [dict(mesh).get(axis, 1) for mesh in meshes]
+        if factors[place] != graph.batch_factor and any(size % degree for degree in degrees):
+            raise UsageError(
+                f"{name} crosses between stages of different meshes with {size} positions, which {degrees} ranks do not divide: leave it whole there."
+            )
     sizes = tuple(0 if factor == graph.batch_factor else graph.factor_sizes[factor] for factor in factors)
     partial, vary = (tuple(axis for axis, at in zip(axes, layouts, strict=True) if at == mode) for mode in (PARTIAL, VARY))
     return Spread(sizes, divided, partial, vary)

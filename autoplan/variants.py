@@ -5,10 +5,11 @@ A *variant* of a value is one local tensor: the value under one layout on each a
 operand it finds or makes the variant that the operator reads (autoplan/layout.py says which collective), rewrites size arguments
 for local shapes, and swaps in the runtime function where the divided loop asks for one. A variant is made once and shared.
 
-Local size of factor f in a value: on an axis that splits it, size/p (the data axis: the rows of the micro-batch);
+Local size of factor f in a value: on an axis that splits it, size/p, rounded up (the data axis: the rows of the micro-batch);
 elsewhere its size (the batch factor: all rows of the step). Several axes may divide one factor, the first of them outermost; of a
 parameter those from which it is gathered come last, so that what is gathered is what the others leave. A context axis
-(autoplan/contextaxis.py) divides factors that are not its own, the heads of attention, inside of the others.
+(autoplan/contextaxis.py) divides factors that are not its own, the heads of attention, inside of the others. Where p does not divide the
+size: autoplan/realrows.py.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from autoplan.gathered import loop_of
 from autoplan.graph import Graph, Op, Option, Value
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Mode, Split, conversion
 from autoplan.localise import localise
+from autoplan.realrows import RealRows
 from autoplan.route import route
 from autoplan.schemes import ROLES
 from runtime.instr import Arg, Instr, Output, Ref, TensorSpec, uses
+from runtime.pieces import most
 
 Layouts = tuple[Layout, ...]  # one for each axis of the assignment, in order
 
@@ -85,39 +88,41 @@ class Emitter:
         self.pieces: list[list[Instr]] = []
         self.stored: dict[str, tuple[str, Layouts]] = {}  # local name -> (value, layouts): tensors at rest that were used
         self.external: dict[str, str] = {}  # local name -> value: feeds, preamble results and transfers that were used
+        self.real_rows = RealRows(self)
         self.settled: dict[str, Layouts] = {}  # value -> how it lies outside of the block that makes it, where a plan says so
 
     def begin(self) -> int:
+        self.real_rows = RealRows(self)
         self.pieces.append([])
         return len(self.pieces) - 1
 
     def shape(self, value: Value, layouts: Layouts) -> tuple[int, ...]:
         """Local shape of a value under one layout on each axis."""
-        return tuple(self._product(value, d, layouts, 0, len(factors)) for d, factors in enumerate(value.dims))
+        return tuple(self.product(value, d, layouts, 0, len(factors)) for d, factors in enumerate(value.dims))
 
-    def _product(self, value: Value, dim: int, layouts: Layouts, start: int, stop: int, *, without: int | None = None) -> int:
+    def product(self, value: Value, dim: int, layouts: Layouts, start: int, stop: int, *, without: int | None = None) -> int:
         total = 1
         for position in range(start, stop):
-            total *= self._size(value, dim, position, layouts, without)
+            total *= self.size(value, dim, position, layouts, without)
         return total
 
-    def _size(self, value: Value, dim: int, position: int, layouts: Layouts, without: int | None) -> int:
+    def size(self, value: Value, dim: int, position: int, layouts: Layouts, without: int | None = None) -> int:
         """Local size of one factor; `without` is an axis number whose own division is left out."""
         factor = value.dims[dim][position]
         batch = factor == self.graph.batch_factor
         size = self.rows.total if batch else self.graph.factor_sizes[factor]
         for number, (axis, layout) in enumerate(zip(self.axes, layouts, strict=True)):
             if layout == Split(dim, position) and number != without:
-                size = self.rows.local if axis.name == "dp" and batch else self._divided(value, size, axis)
+                size = self.rows.local if axis.name == "dp" and batch else self._divided(value, factor, size, axis)
         return size
 
-    def _divided(self, value: Value, size: int, axis: AxisAssignment) -> int:
-        if size % axis.degree:
+    def _divided(self, value: Value, factor: int, size: int, axis: AxisAssignment) -> int:
+        if size % axis.degree and not (factor in self.graph.positions and size > axis.degree):
             raise UsageError(
                 f"{value.name} has {size} entries left of a dimension that {axis.degree} ranks of the axis {axis.name!r} divide: "
                 f"use a multiple of {axis.degree}, or plan with another degree or tensor scheme."
             )
-        return size // axis.degree
+        return most(size, axis.degree)
 
     def order(self, value: Value, where: Split) -> tuple[int, ...]:
         """The axes by how they nest where they divide one factor of a value, outermost first."""
@@ -152,9 +157,10 @@ class Emitter:
         needs = [tuple(option.reads[i] for option in chosen) for i in range(len(op.operands))]
         local = [self.read(name, need) for name, need in zip(op.operands, needs, strict=True)]
         writes = {name: tuple(option.writes[j] for option in chosen) for j, name in enumerate(op.outputs)}
+        local = self.real_rows.operands(op, chosen, local, needs)
         instr = self._localised(op, local, writes)
-        instr = self._specialised(op, instr, chosen, writes)
-        self._append(instr)
+        instr = self._specialised(op, instr, chosen, needs, writes)
+        self.append(instr)
         for output in instr.outputs:
             if output.spec is not None:
                 self.made[(output.name, writes[output.name])] = output.name
@@ -166,7 +172,7 @@ class Emitter:
         instr = localise(replace(op, instr=substitute(op.instr, marks)), shapes.__getitem__)
         return substitute(instr, local)
 
-    def _specialised(self, op: Op, instr: Instr, chosen: Sequence[Option], writes: Mapping[str, Layouts]) -> Instr:
+    def _specialised(self, op: Op, instr: Instr, chosen: Sequence[Option], needs: Sequence[Layouts], writes: Mapping[str, Layouts]) -> Instr:
         """Swap in the runtime function of divided loops, and tell random and counting operators where they are."""
         divided: list[str] = []
         dims: list[int] = []
@@ -193,13 +199,14 @@ class Emitter:
             extra.append(("dims", tuple(dims)))
         if target == "runtime.sync_batch_norm":
             extra.append(("count", self._statistics_count(op)))
+        extra += self.real_rows.arguments(op, target, chosen, needs, writes)
         if op.random and instr.target.startswith("runtime."):
             layouts = writes[op.outputs[0]]
             value, axes = self.graph.values[op.outputs[0]], [(axis.name, axis.degree) for axis in self.axes]
             nest = self.nest(value, layouts)
             extra += drawing(self.graph, value, axes, layouts, lambda value, where, number: self.chunk(value, where, number, layouts), nest)
         if instr.target == "runtime.scale_by_count":
-            return replace(instr, args=(instr.args[0], self._rescaled(op, instr.args[1])))
+            return replace(instr, args=(instr.args[0], self.rescaled(op, instr.args[1])))
         return replace(instr, target=target or instr.target, kwargs=(*instr.kwargs, *extra))
 
     def _statistics_count(self, op: Op) -> int:
@@ -213,7 +220,7 @@ class Emitter:
             count *= size
         return count
 
-    def _rescaled(self, op: Op, count: Arg) -> int:
+    def rescaled(self, op: Op, count: Arg) -> int:
         assert isinstance(count, int)
         if self.graph.batch_size is None:  # one row, in every piece
             return count
@@ -324,16 +331,16 @@ class Emitter:
                 if isinstance(src, Split) and isinstance(dst, Split):
                     args = (*args, *self._chunk(value, dst, after, number))
                 instr = Instr(out, f"runtime.{kind}", args, on)
-        self._append(instr)
+        self.append(instr)
         return name
 
     def _chunk(self, value: Value, where: Split, layouts: Layouts, number: int) -> tuple[int, int, int, int]:
         """(dim, outer, size, inner) of the divided dimension as the other axes leave it."""
         others: Layouts = tuple(layout if i != number else Mode("whole") for i, layout in enumerate(layouts))
         factors = value.dims[where.dim]
-        outer = self._product(value, where.dim, others, 0, where.factor)
-        inner = self._product(value, where.dim, others, where.factor + 1, len(factors))
-        return where.dim, outer, self._size(value, where.dim, where.factor, others, number), inner
+        outer = self.product(value, where.dim, others, 0, where.factor)
+        inner = self.product(value, where.dim, others, where.factor + 1, len(factors))
+        return where.dim, outer, self.size(value, where.dim, where.factor, others, number), inner
 
     def chunk(self, value: Value, where: Split, number: int, layouts: Layouts) -> tuple[int, int, int, int]:
         """Like the chunk of a conversion, for a tensor at rest: axes outside of `number` have cut already."""
@@ -349,7 +356,7 @@ class Emitter:
                 f"Use a batch that is a multiple of {axis.degree}, or drop the last batch."
             )
 
-    def _append(self, instr: Instr) -> None:
+    def append(self, instr: Instr) -> None:
         piece = len(self.pieces) - 1
         self.pieces[piece].append(instr)
         for output in instr.outputs:

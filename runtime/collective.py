@@ -1,8 +1,9 @@
 """Collectives, raw and differentiable: the communication that instructions name ("runtime.all_reduce", ...).
 
 A dimension is seen as [outer, size, inner] and rank r of p holds `size/p` consecutive entries of the middle
-one (`Chunk` in runtime/program.py). `size` is always the full length; `x` is the local tensor. Each function
-has the backward pass of autoplan's layout table:
+one (`Chunk` in runtime/program.py). `size` is always the full length; `x` is the local tensor. Where p does not divide `size`, ranks
+have room for one entry more than some of them hold (runtime/pieces.py): messages are of equal sizes, what is gathered is real, what
+is cut is filled with copies, gradients with zeros. Each function has the backward pass of autoplan's layout table:
 
     function          forward         backward        reads
     vary              -               all_reduce      a copy by work that differs by rank
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from runtime import pieces
 from runtime.errors import failing
 from runtime.mesh import Axis
 from runtime.paceclock import PacedClock
@@ -41,21 +43,36 @@ class Part(NamedTuple):
     size: int
     inner: int
 
-    def parts(self, x: torch.Tensor, num_parts: int) -> torch.Tensor:
-        """A whole tensor as [p, *local shape], a view where it can be."""
-        each = self.size // num_parts
+    def parts(self, x: torch.Tensor, num_parts: int, *, is_grad: bool = False) -> torch.Tensor:
+        """A whole tensor as [p, *local shape], a view where it can be; the rest of a part filled with copies, of a gradient with zeros."""
+        each = pieces.most(self.size, num_parts)
         shape = x.shape
-        cut = x.reshape(*shape[: self.dim], self.outer, num_parts, each, self.inner, *shape[self.dim + 1 :])
+        seen = x.reshape(*shape[: self.dim], self.outer, self.size, self.inner, *shape[self.dim + 1 :])
+        if self.size % num_parts:
+            held = [(pieces.start(self.size, num_parts, r), pieces.count(self.size, num_parts, r)) for r in range(num_parts)]
+            seen = seen.index_select(self.dim + 1, torch.tensor([first + min(i, num - 1) for first, num in held for i in range(each)], device=x.device))
+            if is_grad:
+                spare = torch.tensor([i >= num for _, num in held for i in range(each)], device=x.device)
+                seen = seen.masked_fill_(spare.view(-1, *(1,) * (seen.dim() - self.dim - 2)), 0)
+        cut = seen.unflatten(self.dim + 1, (num_parts, each))
         return cut.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 3)
 
     def whole(self, parts: torch.Tensor) -> torch.Tensor:
         """The inverse of `parts`: [p, *local shape] -> whole."""
         num_parts, shape = parts.shape[0], parts.shape[1:]
-        cut = parts.reshape(num_parts, *shape[: self.dim], self.outer, self.size // num_parts, self.inner, *shape[self.dim + 1 :])
-        return cut.movedim(0, self.dim + 1).reshape(*shape[: self.dim], self.outer * self.size * self.inner, *shape[self.dim + 1 :])
+        each = pieces.most(self.size, num_parts)
+        cut = parts.reshape(num_parts, *shape[: self.dim], self.outer, each, self.inner, *shape[self.dim + 1 :]).movedim(0, self.dim + 1)
+        if self.size % num_parts:
+            held = [r * each + i for r in range(num_parts) for i in range(pieces.count(self.size, num_parts, r))]
+            cut = cut.flatten(self.dim + 1, self.dim + 2).index_select(self.dim + 1, torch.tensor(held, device=parts.device))
+        return cut.reshape(*shape[: self.dim], self.outer * self.size * self.inner, *shape[self.dim + 1 :])
+
+    def local(self, num_parts: int) -> int:
+        """Entries of the dimension that a rank has room for."""
+        return self.outer * pieces.most(self.size, num_parts) * self.inner
 
     def check(self, x: torch.Tensor, length: int, num_parts: int) -> None:
-        assert self.size % num_parts == 0, f"{self} does not divide into {num_parts}"
+        assert self.size >= num_parts, f"{self} does not divide into {num_parts}"
         assert x.shape[self.dim] == length, f"dimension {self.dim} of {tuple(x.shape)} should have {length} entries: {self} over {num_parts}"
 
 
@@ -112,35 +129,35 @@ def raw_all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def raw_all_gather(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
     if axis.size == 1:
         return x
-    part.check(x, part.outer * part.size // axis.size * part.inner, axis.size)
+    part.check(x, part.local(axis.size), axis.size)
     out = x.new_empty((axis.size, *x.shape))
     wait(axis, "all_gather", out.nbytes, lambda: gather_into(out.flatten(), x.contiguous().flatten(), group=axis.group, async_op=True))
     return part.whole(out)
 
 
-def raw_slice(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+def raw_slice(x: torch.Tensor, part: Part, axis: Axis, *, is_grad: bool = False) -> torch.Tensor:
     if axis.size == 1:
         return x
     part.check(x, part.outer * part.size * part.inner, axis.size)
-    return part.parts(x, axis.size)[axis.index].contiguous()
+    return part.parts(x, axis.size, is_grad=is_grad)[axis.index].contiguous()
 
 
-def raw_reduce_scatter(x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+def raw_reduce_scatter(x: torch.Tensor, part: Part, axis: Axis, *, is_grad: bool = False) -> torch.Tensor:
     if axis.size == 1:
         return x
     part.check(x, part.outer * part.size * part.inner, axis.size)
-    parts = part.parts(x, axis.size).contiguous()
+    parts = part.parts(x, axis.size, is_grad=is_grad).contiguous()
     out = torch.empty_like(parts[0])
     wait(axis, "reduce_scatter", parts.nbytes, lambda: scatter_into(out.flatten(), parts.flatten(), group=axis.group, async_op=True))
     return out
 
 
-def raw_all_to_all(x: torch.Tensor, gathered: Part, split: Part, axis: Axis) -> torch.Tensor:
+def raw_all_to_all(x: torch.Tensor, gathered: Part, split: Part, axis: Axis, *, is_grad: bool = False) -> torch.Tensor:
     if axis.size == 1:
         return x
-    gathered.check(x, gathered.outer * gathered.size // axis.size * gathered.inner, axis.size)
+    gathered.check(x, gathered.local(axis.size), axis.size)
     split.check(x, split.outer * split.size * split.inner, axis.size)
-    parts = split.parts(x, axis.size).contiguous()
+    parts = split.parts(x, axis.size, is_grad=is_grad).contiguous()
     out = torch.empty_like(parts)
     wait(axis, "all_to_all", parts.nbytes * axis.size, lambda: dist.all_to_all_single(out, parts, group=axis.group, async_op=True))
     return gathered.whole(out)
@@ -175,7 +192,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return raw_slice(grads[0], ctx.part, ctx.axis), None, None
+        return raw_slice(grads[0], ctx.part, ctx.axis, is_grad=True), None, None
 
 
 class _AllGatherVary(torch.autograd.Function):
@@ -186,7 +203,7 @@ class _AllGatherVary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return raw_reduce_scatter(grads[0], ctx.part, ctx.axis), None, None
+        return raw_reduce_scatter(grads[0], ctx.part, ctx.axis, is_grad=True), None, None
 
 
 class _Slice(torch.autograd.Function):
@@ -219,7 +236,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return raw_all_to_all(grads[0], ctx.split, ctx.gathered, ctx.axis), None, None, None
+        return raw_all_to_all(grads[0], ctx.split, ctx.gathered, ctx.axis, is_grad=True), None, None, None
 
 
 class _Share(torch.autograd.Function):

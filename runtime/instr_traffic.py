@@ -5,7 +5,7 @@ Instruction outputs hold *local* specs; the bytes of a collective are those of t
     forward                          backward, where a gradient arrives
     all_reduce       n               -
     vary             -               all_reduce n
-    all_gather       n               -                    (n: bytes of the output)
+    all_gather       n               -                    (n: bytes of the output; with the room that ranks have, runtime/pieces.py)
     all_gather_vary  n               reduce_scatter n
     slice            -               all_gather p n
     reduce_scatter   p n             all_gather p n
@@ -31,6 +31,7 @@ from runtime.collective import Part
 from runtime.context_traffic import NAMES, exchanges
 from runtime.flow import Flow
 from runtime.instr import Instr, Ref, TensorSpec, uses
+from runtime.pieces import room
 from runtime.sharded.gathered import streamed
 from runtime.window_traffic import WINDOWED, exchanged_rows
 
@@ -99,7 +100,7 @@ def forward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[s
         counted = 0 if dict(instr.kwargs).get("count") is not None else channels // _channels(instr, specs)
         return tuple(Use("all_reduce", axis, channels + counted) for axis in axes) + tuple(Use("all_reduce", axis, channels) for axis in axes)
     if instr.target in WINDOWED:
-        return tuple(use for a, before, after, row in exchanged_rows(instr, specs) if a in axes for use in _sends(a, after * row, before * row))
+        return tuple(use for a, before, after, row in exchanged_rows(instr, specs, sizes) if a in axes for use in _sends(a, after * row, before * row))
     if name == "sync_group_norm":
         return tuple(Use("all_reduce", axis, _group_bytes(instr, specs)) for axis in axes) * 2
     kind = {"all_gather_vary": "all_gather"}.get(name, name)
@@ -147,7 +148,7 @@ def backward_uses(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[
     if name == "sync_batch_norm":
         return tuple(Use("all_reduce", axis, _channel_bytes(instr, specs)) for axis in axes for _ in range(2))
     if instr.target in WINDOWED:
-        return tuple(use for a, before, after, row in exchanged_rows(instr, specs) if a in axes for use in _sends(a, before * row, after * row))
+        return tuple(use for a, before, after, row in exchanged_rows(instr, specs, sizes) if a in axes for use in _sends(a, before * row, after * row))
     if name == "sync_group_norm":
         return tuple(Use("all_reduce", axis, _group_bytes(instr, specs)) for axis in axes) * 2
     return (Use(_BACKWARD[name], axes[0], _value_bytes(instr, name, sizes[axes[0]])),) if name in _BACKWARD else ()
@@ -164,10 +165,22 @@ def _group_bytes(instr: Instr, specs: Mapping[str, TensorSpec]) -> int:
     return _first(instr, specs).shape[0] * num_groups * _wide_bytes(_first(instr, specs).dtype)
 
 
+def with_room(instr: Instr, size: int, num_ranks: int) -> int:
+    """`size` bytes of what a gathering instruction gives, with the room for positions that some of the ranks do not hold."""
+    if instr.target not in _GATHERING:
+        return size
+    positions = instr.args[3]
+    assert isinstance(positions, int)
+    return room(size, positions, num_ranks) * num_ranks
+
+
+_GATHERING = ("runtime.all_gather", "runtime.all_gather_vary", "runtime.all_to_all")
+
+
 def _value_bytes(instr: Instr, name: str, num_ranks: int) -> int:
     spec = instr.outputs[0].spec
     assert spec is not None, f"{instr.name} = {instr.target} has no spec"
-    return num_bytes(spec) * (num_ranks if name in _OUTPUT_IS_PART else 1)
+    return with_room(instr, num_bytes(spec), num_ranks) * (num_ranks if name in _OUTPUT_IS_PART else 1)
 
 
 def _first(instr: Instr, specs: Mapping[str, TensorSpec]) -> TensorSpec:

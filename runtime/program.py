@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.instr import Instr, TensorSpec
+from runtime.pieces import room
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Chunk:
     """A rank's part of one dimension on one axis.
 
     The dimension is seen as [outer, size, inner] (product = the dimension's length before this chunking)
-    and rank r of p keeps `size/p` consecutive entries of the middle one.
+    and rank r of p keeps `size/p` consecutive entries of the middle one (runtime/pieces.py where p does not divide it).
     """
 
     axis: str
@@ -68,7 +69,7 @@ class Stored:
         """The shape that is left after `chunks` on axes of these sizes, before ZeRO."""
         shape = list(self.spec.shape)
         for chunk in self.chunks:
-            shape[chunk.dim] //= sizes.get(chunk.axis, 1)
+            shape[chunk.dim] = room(shape[chunk.dim], chunk.size, sizes.get(chunk.axis, 1))
         return tuple(shape)
 
 

@@ -16,6 +16,7 @@ from runtime.sharded.ring_attention import ring_attention
 from runtime.sharded.self_attention_ring import self_attention_ring
 from runtime.sharded.split_norm import split_layer_norm, split_rms_norm
 from runtime.sharded.stochastic import attention, dropout
+from runtime.sharded.uneven import real_rows
 from runtime.sharded.vocabulary import vocab_cross_entropy, vocab_embedding
 from runtime.sharded.windows import (
     adaptive_average_part,
@@ -44,6 +45,7 @@ __all__ = [
     "halo_conv_transpose",
     "halo_max_pool",
     "mean_part",
+    "real_rows",
     "ring_attention",
     "scale_by_count",
     "self_attention_ring",

@@ -25,6 +25,7 @@ from runtime.flow import flow, has_backward, users
 from runtime.fsdp import chain_prefetch, shard, take_whole_grads
 from runtime.mesh import Mesh
 from runtime.module import Holder, StageModule
+from runtime.pieces import room
 from runtime.program import Chunk, StageCode, Stored
 from runtime.split import WeightGrads
 
@@ -53,7 +54,7 @@ def local_shape(stored: Stored, mesh: Mesh) -> tuple[int, ...]:
     """The shape that `cut` leaves."""
     shape = list(stored.spec.shape)
     for chunk in stored.chunks:
-        shape[chunk.dim] //= mesh.axis(chunk.axis).size
+        shape[chunk.dim] = room(shape[chunk.dim], chunk.size, mesh.axis(chunk.axis).size)
     return tuple(shape)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from runtime.call import num_bytes
 from runtime.instr import Arg, Instr, Ref, TensorSpec, uses
-from runtime.sharded.halo import transposed_halo, window_halo
+from runtime.sharded.halo import Span, Window, reach, transposed_halo, window_halo
 from runtime.sharded.windows import same_padding, spread
 
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -22,8 +22,8 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 WINDOWED = frozenset(_PARAMETERS)
 
 
-def exchanged_rows(instr: Instr, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, int, int, int]]:
-    """(axis, rows of the rank before, rows of the rank after, bytes of one row) for every divided dimension, in order."""
+def exchanged_rows(instr: Instr, specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int, int]]:
+    """(axis, rows of the rank before, rows of the rank after, bytes of one row) for every divided dimension, in order; `sizes` of the axes."""
     args: dict[str, Arg] = dict(zip(_PARAMETERS[instr.target], instr.args, strict=False)) | dict(instr.kwargs)
     axes, dims = args["axis"], args["dims"]
     axes = axes if isinstance(axes, tuple) else (axes,)
@@ -38,9 +38,15 @@ def exchanged_rows(instr: Instr, specs: Mapping[str, TensorSpec]) -> Iterator[tu
     paddings = same_padding(padding if isinstance(padding, str) else _sizes(padding), kernel, dilations)
     find = transposed_halo if instr.target == "runtime.halo_conv_transpose" else window_halo
     shape = list(source.shape)
-    for axis, dim in zip(axes, dims, strict=True):
-        assert isinstance(axis, str) and isinstance(dim, int)
-        before, after = find(kernel[dim - 2], strides[dim - 2], paddings[dim - 2], dilations[dim - 2])
+    spans = args.get("spans") or ((),) * len(dims)
+    assert isinstance(spans, tuple)
+    for axis, dim, span in zip(axes, dims, spans, strict=True):
+        assert isinstance(axis, str) and isinstance(dim, int) and isinstance(span, tuple)
+        how = (kernel[dim - 2], strides[dim - 2], paddings[dim - 2], dilations[dim - 2])
+        if span:
+            before, after, _ = reach(Span(*(n for n in span if isinstance(n, int))), Window(*how, find is transposed_halo), sizes[axis])
+        else:
+            before, after = find(*how)
         yield axis, before, after, num_bytes(source) // math.prod(source.shape) * math.prod(shape) // shape[dim]
         shape[dim] += before + after  # the next dimension's rows carry what this one received
 

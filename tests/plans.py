@@ -124,15 +124,17 @@ def random_splits(graph: Graph, tp: int, seed: int, *, gathered: bool = False) -
 
 def domain_splits(graph: Graph, tp: int, dim: int = 2) -> dict[str, dict[str, str]]:
     """Every op that can divides the positions of dimension `dim` of the first input: domain parallelism."""
-    positions = graph.inputs()[0].dims[dim][0]
+    positions = {graph.inputs()[0].dims[dim][0]}
     chosen: dict[str, dict[str, str]] = {}
     for block in graph.blocks:
         picks = chosen.setdefault(block.pattern, {})
         for op in graph.ops[block.start : block.stop] if not picks else ():
-            labels = {loop.label for loop in op.loops if loop.factor == positions}
-            found = [option.label for option in options(graph, op, tp) if option.label in labels]
+            loops = {loop.label: loop for loop in op.loops if loop.factor in positions}
+            found = [option.label for option in options(graph, op, tp) if option.label in loops]
             if found:
                 picks[op.name] = found[0]
+                made = loops[found[0]].writes[0]
+                positions |= {graph.values[op.outputs[0]].dims[made.dim][made.factor]} if made else set()
     return chosen
 
 

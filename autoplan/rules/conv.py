@@ -1,8 +1,9 @@
 """Convolution, pooling and resampling: rows, channels, and positions with rows exchanged between neighbours.
 
 A window of stride s makes n positions of n s: the input's dimension is then the product (x s), x divided among the ranks, each
-with the rows that its outputs need from its neighbours (runtime/sharded/halo.py, Gholami et al. 2018, section 4). Positions stay whole where
-the lengths are not n and n s (windows without padding, odd lengths under a stride), and where one side is padded more.
+with the rows that its outputs need from its neighbours (runtime/sharded/halo.py, Gholami et al. 2018, section 4). Other lengths (windows
+without padding, odd lengths under a stride) have nothing in common: both are divided, and the rows follow from where the parts begin.
+Positions stay whole where one side is padded more.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from autoplan.graph import Inside
-from autoplan.rules.signature import OPAQUE, Call, Dim, Inner, Signature, labels
-from runtime.sharded.halo import transposed_halo, window_halo
+from autoplan.rules.signature import OPAQUE, Call, Dim, Inner, Signature, Slide, labels
+from runtime.sharded.halo import Span, Window, reach, transposed_halo, window_halo
 from runtime.sharded.windows import same_padding, spread
 
 
@@ -25,6 +27,7 @@ class _Positions:
     write: Dim
     sizes: dict[str, int]
     inner: dict[str, Inner]
+    slide: Slide | None = None
 
 
 _WHOLE = _Positions(OPAQUE, OPAQUE, {}, {})
@@ -41,10 +44,41 @@ def _steps(sizes: Mapping[str, int]) -> frozenset[str]:
     return frozenset(label for label in sizes if label.startswith("y"))
 
 
+_MOST_RANKS = 64  # that divide one image, where a bound has to hold for any number of them
+
+
+@cache
+def _farthest(lengths: tuple[int, int], window: Window) -> tuple[int, int]:
+    """Rows of the neighbours that a rank needs at most, however many ranks divide input and output."""
+    needed = [reach(Span(lengths[0], 1, lengths[1], 1), window, ranks) for ranks in range(2, min(*lengths, _MOST_RANKS) + 1)]
+    return max((n.before for n in needed), default=0), max((n.after for n in needed), default=0)
+
+
+def _sliding(k: int, lengths: tuple[int, int], window: Window, lowering: str) -> _Positions:
+    """Position dimension k where input and output have lengths without a common factor."""
+    if min(lengths) <= 1:
+        return _WHOLE
+    before, after = _farthest(lengths, window)
+    parts = tuple(Inside("send", ("in", 0), phase, Fraction(rows, lengths[0])) for phase in ("forward", "backward") for rows in (before, after) if rows)
+    read, write = f"z{k}", f"x{k}"
+    return _Positions((read,), (write,), {}, {}, Slide(read, write, window, Inner("map", lowering, parts, even=True, contiguous=True)))
+
+
+def _slides(positions: Sequence[_Positions]) -> tuple[Slide, ...]:
+    return tuple(position.slide for position in positions if position.slide is not None)
+
+
+def _whole(sizes: Mapping[str, int], slides: Sequence[Slide]) -> frozenset[str]:
+    """Labels that are no loops of their own."""
+    return _steps(sizes) | {label for slide in slides for label in (slide.read, slide.write)}
+
+
 def _window(k: int, lengths: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int, lowering: str) -> _Positions:
     """Position dimension k of a window that slides: `lengths` of input and output."""
     length, num_outputs = lengths
-    if num_outputs <= 1 or length != num_outputs * stride:
+    if length != num_outputs * stride:
+        return _sliding(k, lengths, Window(kernel, stride, padding, dilation), lowering)
+    if num_outputs <= 1:
         return _WHOLE
     before, after = window_halo(kernel, stride, padding, dilation)
     x, y = f"x{k}", f"y{k}"
@@ -58,7 +92,11 @@ def _window(k: int, lengths: tuple[int, int], kernel: int, stride: int, padding:
 
 def _transposed(k: int, lengths: tuple[int, int], kernel: int, stride: int, padding: int, dilation: int) -> _Positions:
     length, num_outputs = lengths
-    if length <= 1 or num_outputs != length * stride:
+    if num_outputs != length * stride:
+        if kernel < stride:
+            return _WHOLE  # gaps between the windows
+        return _sliding(k, lengths, Window(kernel, stride, padding, dilation, True), "runtime.halo_conv_transpose")
+    if length <= 1:
         return _WHOLE
     before, after = transposed_halo(kernel, stride, padding, dilation)
     x, y = f"x{k}", f"y{k}"
@@ -89,11 +127,13 @@ def conv(call: Call) -> Signature | None:
     for position in positions:
         sizes |= position.sizes
         inner |= position.inner
+    slides = _slides(positions)
     kernel = (OPAQUE,) * len(positions)
     weight: tuple[Dim, ...] = (("g", "c"), ("o",), *kernel) if transposed else (("g", "o"), ("c",), *kernel)
     reads = ((("n",), ("g", "c"), *(p.read for p in positions)), weight, *(((("g", "o"),),) if bias else ()))
     writes = ((("n",), ("g", "o"), *(p.write for p in positions)),)
-    return Signature(reads, writes, sums=frozenset() if bias else frozenset("c"), whole=_steps(sizes), linear=linear, sizes=sizes, inner=inner)
+    sums, whole = frozenset() if bias else frozenset("c"), _whole(sizes, slides)
+    return Signature(reads, writes, sums=sums, whole=whole, linear=linear, sizes=sizes, inner=inner, slides=slides)
 
 
 def _conv_positions(call: Call, transposed: bool) -> list[_Positions]:
@@ -123,7 +163,8 @@ def spatial(call: Call) -> Signature | None:
     inner = {label: how for position in positions for label, how in position.inner.items()}
     read = (*labels(rank - num), *(position.read for position in positions))
     write = (*labels(rank - num), *(position.write for position in positions))
-    return Signature((read,), (write,) * len(call.outputs), linear=((0,),) if "max" not in name else (), whole=_steps(sizes), sizes=sizes, inner=inner)
+    slides, linear = _slides(positions), ((0,),) if "max" not in name else ()
+    return Signature((read,), (write,) * len(call.outputs), linear=linear, whole=_whole(sizes, slides), sizes=sizes, inner=inner, slides=slides)
 
 
 def _pool_positions(call: Call, name: str, num: int) -> list[_Positions]:

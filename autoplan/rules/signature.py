@@ -23,6 +23,7 @@ from typing import Any
 
 from autoplan.graph import Inside
 from runtime.instr import Arg, TensorSpec, refs
+from runtime.sharded.halo import Window
 
 Dim = tuple[str, ...]  # labels of one dimension, outermost first; () where the dimension has length 1
 Dims = tuple[Dim, ...]
@@ -58,6 +59,16 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Slide:
+    """A window that slides along label `read` of operand 0 and makes label `write` of the output, another number of positions."""
+
+    read: str
+    write: str
+    window: Window
+    inner: Inner
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """Labels of each dimension of each operand (in `runtime.instr.uses` order) and output; see the module's text.
 
@@ -74,6 +85,7 @@ class Signature:
     inner: Mapping[str, Inner] = field(default_factory=dict)
     proved: bool = True
     pairs: tuple[Pair, ...] = ()
+    slides: tuple[Slide, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from runtime.mesh import Axis
 from runtime.sharded.reduction import all_reduce_
+from runtime.sharded.uneven import Spans, filled, real_of
 
 Stats = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -61,15 +62,18 @@ def sync_batch_norm(
     *,
     axis: Axis | Sequence[Axis],
     count: int | None = None,
+    spans: Spans = (),
 ) -> Stats:
     """`batch_norm` of the tensor whose parts the ranks of `axis` hold; y is this rank's part of the whole tensor's.
 
     Ranks may hold different numbers of rows. `count` is the global number of elements a channel; None: counted with
-    the first all-reduce. Gradients of weight and bias are this rank's partial sums.
+    the first all-reduce. `spans`: where ranks divide positions unevenly (runtime/sharded/uneven.py). Gradients of weight and bias are this
+    rank's partial sums.
     """
     momentum = _checked_momentum(momentum, running_mean)
     axes = (axis,) if isinstance(axis, Axis) else tuple(axis)
-    y, mean, second, total = _SyncBatchNorm.apply(x, weight, bias, eps, axes, count)
+    y, mean, second, total = _SyncBatchNorm.apply(real_of(x, axes, spans), weight, bias, eps, axes, count)
+    y = filled(y, axes, spans)
     if running_mean is None or running_var is None:
         return y, None, None
     with torch.no_grad():

@@ -10,6 +10,7 @@ two all-reduces of one number a row and group forward, two backward. The varianc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from runtime.mesh import Axis
 from runtime.sharded.reduction import all_reduce_
+from runtime.sharded.uneven import Spans, filled, real_of
 
 
 def sync_group_norm(
@@ -29,21 +31,24 @@ def sync_group_norm(
     cudnn_enabled: bool = True,
     *,
     axis: Axis | Sequence[Axis],
+    count: int | None = None,
+    spans: Spans = (),
 ) -> torch.Tensor:
-    """`aten.group_norm` of x (n, c, positions...), whose positions are divided evenly over `axis`. Gradients of weight and
-    bias are this rank's partial sums."""
+    """`aten.group_norm` of x (n, c, positions...), whose positions are divided over `axis`: evenly, or as `spans` say (runtime/sharded/uneven.py)
+    with `count` elements of a group on all ranks together. Gradients of weight and bias are this rank's partial sums."""
     axes = (axis,) if isinstance(axis, Axis) else tuple(axis)
-    return _SyncGroupNorm.apply(x, weight, bias, num_groups, eps, axes)  # type: ignore[return-value]
+    x = real_of(x, axes, spans)
+    length = x.numel() // (x.shape[0] * num_groups) * math.prod(owner.size for owner in axes) if count is None else count
+    return filled(_SyncGroupNorm.apply(x, weight, bias, num_groups, eps, axes, length), axes, spans)  # type: ignore[arg-type]
 
 
 class _SyncGroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float, axes: tuple[Axis, ...]) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, num_groups: int, eps: float, axes: tuple[Axis, ...], length: int
+    ) -> Any:
         dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
         wide = x.to(dtype).reshape(x.shape[0], num_groups, -1)
-        length = wide.shape[2]
-        for owner in axes:
-            length *= owner.size
         mean = wide.sum(2, keepdim=True)
         for owner in axes:
             all_reduce_(mean, owner)
@@ -80,4 +85,4 @@ class _SyncGroupNorm(torch.autograd.Function):
                 all_reduce_(first, owner)
                 all_reduce_(second, owner)
             dx = (inv_std * (scaled - first / ctx.length - normal * (second / ctx.length))).view(x.shape).to(x.dtype)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None

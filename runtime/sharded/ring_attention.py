@@ -8,7 +8,8 @@ i + 1 with it, from the block's second rank on, so that the last hop brings it h
     elements that a rank sends, b s h those of all keys (of all values alike):
     forward 2 (P-1)/P b s h     backward 4 (P-1)/P b s h
 
-Under a causal mask a block from behind the queries is skipped, and the rank's own block is causal inside.
+Under a causal mask a block from behind the queries is skipped, and the rank's own block is causal inside. A length that P does not divide
+(runtime/pieces.py): blocks travel with the room that all ranks have, and only their real keys are seen.
 Source: Liu, Zaharia, Abbeel 2023 (Ring Attention); Li et al. 2021 (Sequence Parallelism).
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from runtime import pieces
 from runtime.mesh import Axis
 from runtime.random import RandomState, Window, current_state
 from runtime.ring import Hop, pass_on
@@ -39,10 +41,9 @@ class Drawing:
     windows: Where
     rows: Rows
 
-    def kept(self, shape: tuple[int, ...], source: int, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """The mask of the weights over block `source` of the keys, of the local `shape`."""
-        keys = shape[-1]
-        block = Window(len(shape) - 1, 1, keys * num_blocks, 1, keys * source, keys)
+    def kept(self, shape: tuple[int, ...], start: int, num_keys: int, device: torch.device) -> torch.Tensor:
+        """The mask of the weights over the keys from number `start` of `num_keys`, of the local `shape`."""
+        block = Window(len(shape) - 1, 1, num_keys, 1, start, shape[-1])
         return kept_elements(self.state, self.dropout_p, self.op_id, self.axes, self.windows, self.rows, shape, device, (block,))
 
 
@@ -54,6 +55,19 @@ class Around:
     block: Block
     is_causal: bool
     drawing: Drawing | None
+    num_keys: int  # of all ranks
+
+    def part(self, source: int) -> tuple[int, int]:
+        """Where the real keys of a block start, and how many they are."""
+        return pieces.start(self.num_keys, self.axis.size, source), pieces.count(self.num_keys, self.axis.size, source)
+
+    def real(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Queries, keys or values of block `source` without the copies that fill it."""
+        return x.narrow(-2, 0, self.part(source)[1])
+
+    def filled(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A result for real rows with zeros for the others that `like` has."""
+        return x if x.shape[-2] == like.shape[-2] else torch.nn.functional.pad(x, (0, 0, 0, like.shape[-2] - x.shape[-2]))
 
     def sees(self, source: int) -> bool:
         return not self.is_causal or source <= self.axis.index
@@ -61,16 +75,19 @@ class Around:
     def causal(self, source: int) -> bool:
         return self.is_causal and source == self.axis.index
 
-    def mask_of(self, mask: torch.Tensor | None, source: int, num_keys: int) -> torch.Tensor | None:
-        """The columns of one block."""
-        if mask is None or mask.shape[-1] == 1:
+    def mask_of(self, mask: torch.Tensor | None, source: int) -> torch.Tensor | None:
+        """The columns of one block, for the real queries of this rank."""
+        if mask is None:
             return mask
-        return mask[..., source * num_keys : (source + 1) * num_keys]
+        mask = mask if mask.shape[-2] == 1 else self.real(mask, self.axis.index)
+        return mask if mask.shape[-1] == 1 else mask.narrow(-1, *self.part(source))
 
-    def kept(self, q: torch.Tensor, k: torch.Tensor, source: int) -> torch.Tensor | None:
+    def kept(self, q: torch.Tensor, source: int) -> torch.Tensor | None:
+        """The mask of what dropout keeps of the weights of real queries over real keys of a block."""
         if self.drawing is None:
             return None
-        return self.drawing.kept((*q.shape[:-1], k.shape[-2]), source, self.axis.size, q.device)
+        start, length = self.part(source)
+        return self.drawing.kept((*q.shape[:-1], length), start, self.num_keys, q.device)
 
 
 def around(
@@ -87,11 +104,15 @@ def around(
     axes: Sequence[Axis],
     windows: Where,
     rows: Rows,
+    length: int | None,
 ) -> Around:
     """The call's description. Raises ValueError for what a divided sequence cannot do."""
     if mask is not None and mask.requires_grad:
         raise ValueError("attention with a learned mask cannot be divided along its keys: keep them whole")
-    if mask is not None and mask.shape[-1] not in (1, k.shape[-2] * axis.size):
+    num_keys = k.shape[-2] * axis.size if length is None else length
+    if pieces.most(num_keys, axis.size) != k.shape[-2] or (length is not None and q.shape[-2] != k.shape[-2]):
+        raise ValueError(f"{num_keys} keys in {axis.size} blocks do not fit {k.shape[-2]} keys and {q.shape[-2]} queries on a rank")
+    if mask is not None and mask.shape[-1] not in (1, num_keys):
         raise ValueError(f"a mask over {mask.shape[-1]} keys does not fit {axis.size} blocks of {k.shape[-2]} keys")
     if is_causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"causal attention over a divided sequence needs as many queries as keys on a rank, found {q.shape[-2]} and {k.shape[-2]}")
@@ -104,7 +125,7 @@ def around(
             raise ValueError("attention with dropout over a divided sequence draws its masks from a RandomState: run it within use_state(...)")
         drawing = Drawing(state, dropout_p, op_id, axes, windows, rows)
     block = Block(q.shape[-1] ** -0.5 if scale is None else scale, dropout_p, q.shape[-3] // k.shape[-3])
-    return Around(axis, block, is_causal, drawing)
+    return Around(axis, block, is_causal, drawing, num_keys)
 
 
 def ring_attention(
@@ -122,34 +143,36 @@ def ring_attention(
     axes: Sequence[Axis] = (),
     windows: Where = (),
     rows: Rows = None,
+    length: int | None = None,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` of this rank's queries over the keys of all ranks of `axis`.
 
     q (..., H, L/P, E), k (..., H', S/P, E), v (..., H', S/P, E') -> (..., H, L/P, E'). `mask`, boolean or added, is
     (..., L/P or 1, S or 1) over all keys and has no gradient. Dropout as `runtime.attention`, of the whole (..., H, L, S).
-    Raises ValueError for a learned mask, and where parts are not equally long.
+    `length`: S = L where P does not divide it; the results for rows that are not real are zero. Raises ValueError for a learned mask, and
+    where parts are not equally long.
     """
-    how = around(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, op_id, axis, axes, windows, rows)
+    how = around(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, op_id, axis, axes, windows, rows, length)
     return _Ring.apply(q, k, v, mask, how)  # type: ignore[return-value]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, how: Around) -> torch.Tensor:
-        axis = how.axis
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
-        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide(q.dtype))
+        axis, queries = how.axis, how.real(q, how.axis.index)
+        out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
+        lse = queries.new_full(queries.shape[:-1], float("-inf"), dtype=wide(q.dtype))
         keys, values = k, v
         for step in range(axis.size):
             hop = pass_on((keys, values), axis) if step < axis.size - 1 else None
             source = (axis.index - step) % axis.size
             if how.sees(source):
-                part = how.mask_of(mask, source, k.shape[-2])
-                more = attend(q, keys, values, part, how.kept(q, keys, source), how.causal(source), how.block)
+                part, kept = how.mask_of(mask, source), how.kept(queries, source)
+                more = attend(queries, how.real(keys, source), how.real(values, source), part, kept, how.causal(source), how.block)
                 out, lse = merged(out, lse, *more) if step else more
             if hop is not None:
                 keys, values = hop.wait()
-        out = out.to(q.dtype)
+        out = how.filled(out.to(q.dtype), q)
         ctx.save_for_backward(q, k, v, out, lse, *([] if mask is None else [mask]))
         ctx.how = how
         return out
@@ -160,9 +183,9 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, *masks = ctx.saved_tensors
         how: Around = ctx.how
         axis, mask = how.axis, masks[0] if masks else None
-        grad = grads[0].contiguous()
+        queries, result, grad = (how.real(x, axis.index) for x in (q, out, grads[0].contiguous()))
         dtype = wide(q.dtype)
-        dq = torch.zeros_like(q, dtype=dtype)
+        dq = torch.zeros_like(queries, dtype=dtype)
         home: tuple[torch.Tensor, ...] = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
         coming: Hop | None = None
         keys, values = k, v
@@ -171,9 +194,9 @@ class _Ring(torch.autograd.Function):
             source = (axis.index - step) % axis.size
             own: tuple[torch.Tensor, ...] | None = None
             if how.sees(source):
-                part = how.mask_of(mask, source, k.shape[-2])
-                more, *own_grads = attend_backward(grad, q, keys, values, out, lse, part, how.kept(q, keys, source), how.causal(source), how.block)
-                dq, own = dq + more, tuple(own_grads)
+                part, kept, block = how.mask_of(mask, source), how.kept(queries, source), (how.real(keys, source), how.real(values, source))
+                more, *own_grads = attend_backward(grad, queries, *block, result, lse, part, kept, how.causal(source), how.block)
+                dq, own = dq + more, tuple(how.filled(one, k) for one in own_grads)
             if step == 0:
                 home = own or home
             else:
@@ -183,4 +206,4 @@ class _Ring(torch.autograd.Function):
                 keys, values = hop.wait()
         if coming is not None:
             home = tuple(a + b for a, b in zip(home, coming.wait(), strict=True))
-        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None
+        return how.filled(dq.to(q.dtype), q), home[0].to(k.dtype), home[1].to(v.dtype), None, None

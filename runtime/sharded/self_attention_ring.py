@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from runtime.collective import Part, raw_all_reduce
+from runtime.collective import raw_all_reduce
 from runtime.mesh import Axis
 from runtime.ring import pass_on
 from runtime.sharded.block import wide
@@ -42,74 +42,74 @@ def self_attention_ring(
     axes: Sequence[Axis] = (),
     windows: Where = (),
     rows: Rows = None,
+    length: int | None = None,
 ) -> torch.Tensor:
     """`ring_attention` by ring self-attention: the same arguments, result and errors."""
-    how = around(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, op_id, axis, axes, windows, rows)
+    how = around(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, op_id, axis, axes, windows, rows, length)
     return _RingSelfAttention.apply(q, k, v, mask, how)  # type: ignore[return-value]
 
 
-def _blocks(x: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Tensor]]:
-    """(source, block) of every rank in the order in which they come."""
+def _blocks(x: torch.Tensor, how: Around) -> Iterator[tuple[int, torch.Tensor]]:
+    """(source, real rows of its block) of every rank in the order in which they come."""
+    axis = how.axis
     for step in range(axis.size):
         hop = pass_on((x,), axis) if step < axis.size - 1 else None
-        yield (axis.index - step) % axis.size, x
+        source = (axis.index - step) % axis.size
+        yield source, how.real(x, source)
         if hop is not None:
             (x,) = hop.wait()
-
-
-def _part(x: torch.Tensor, source: int, num_keys: int) -> torch.Tensor:
-    return x[..., source * num_keys : (source + 1) * num_keys]
 
 
 class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, how: Around) -> torch.Tensor:
-        axis, block, dtype, num = how.axis, how.block, wide(q.dtype), k.shape[-2]
-        scores = q.new_empty((*q.shape[:-1], num * axis.size), dtype=dtype)
-        for source, keys in _blocks(k, axis):
-            part = q.to(dtype) * block.scale @ block.spread(keys).to(dtype).transpose(-2, -1)
+        block, dtype, queries = how.block, wide(q.dtype), how.real(q, how.axis.index)
+        scores = queries.new_empty((*queries.shape[:-1], how.num_keys), dtype=dtype)
+        for source, keys in _blocks(k, how):
+            part = queries.to(dtype) * block.scale @ block.spread(keys).to(dtype).transpose(-2, -1)
             if how.causal(source):
                 part = part.masked_fill(torch.ones(part.shape[-2:], dtype=torch.bool, device=q.device).triu(1), float("-inf"))
             elif not how.sees(source):
                 part = part.fill_(float("-inf"))
-            _part(scores, source, num).copy_(part)
+            scores.narrow(-1, *how.part(source)).copy_(part)
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(dtype)
+            seen = mask if mask.shape[-2] == 1 else how.real(mask, how.axis.index)
+            scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen.to(dtype)
         weights = torch.ops.aten._safe_softmax.default(scores, -1)
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-        for source, values in _blocks(v, axis):
-            keep = block.keep(how.kept(q, k, source), slice(None))
-            out += keep(_part(weights, source, num)) @ block.spread(values).to(dtype)
+        out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=dtype)
+        for source, values in _blocks(v, how):
+            keep = block.keep(how.kept(queries, source), slice(None))
+            out += keep(weights.narrow(-1, *how.part(source))) @ block.spread(values).to(dtype)
         ctx.save_for_backward(q, k, v, weights)
         ctx.how = how
-        return out.to(q.dtype)
+        return how.filled(out.to(q.dtype), q)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, weights = ctx.saved_tensors
         how: Around = ctx.how
-        axis, block, dtype, num = how.axis, how.block, wide(q.dtype), k.shape[-2]
-        grad = grads[0].to(dtype)
+        block, dtype = how.block, wide(q.dtype)
+        queries, grad = how.real(q, how.axis.index), how.real(grads[0], how.axis.index).to(dtype)
         dweights = torch.empty_like(weights)
         dvs: dict[int, torch.Tensor] = {}
-        for source, values in _blocks(v, axis):
-            keep = block.keep(how.kept(q, k, source), slice(None))
-            _part(dweights, source, num).copy_(keep(grad @ block.spread(values).to(dtype).transpose(-2, -1)))
-            dvs[source] = block.gathered(keep(_part(weights, source, num)).transpose(-2, -1) @ grad)
+        for source, values in _blocks(v, how):
+            keep = block.keep(how.kept(queries, source), slice(None))
+            dweights.narrow(-1, *how.part(source)).copy_(keep(grad @ block.spread(values).to(dtype).transpose(-2, -1)))
+            dvs[source] = block.gathered(keep(weights.narrow(-1, *how.part(source))).transpose(-2, -1) @ grad)
         dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * block.scale
-        dq = torch.zeros_like(q, dtype=dtype)
+        dq = torch.zeros_like(queries, dtype=dtype)
         dks: dict[int, torch.Tensor] = {}
-        for source, keys in _blocks(k, axis):
-            part = _part(dscores, source, num)
+        for source, keys in _blocks(k, how):
+            part = dscores.narrow(-1, *how.part(source))
             dq += part @ block.spread(keys).to(dtype)
-            dks[source] = block.gathered(part.transpose(-2, -1) @ q.to(dtype))
-        dk, dv = (_summed(parts, axis) for parts in (dks, dvs))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+            dks[source] = block.gathered(part.transpose(-2, -1) @ queries.to(dtype))
+        dk, dv = (_summed(parts, k, how) for parts in (dks, dvs))
+        return how.filled(dq.to(q.dtype), q), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _summed(parts: dict[int, torch.Tensor], axis: Axis) -> torch.Tensor:
+def _summed(parts: dict[int, torch.Tensor], like: torch.Tensor, how: Around) -> torch.Tensor:
     """This rank's part of what all ranks add to every block."""
-    whole = raw_all_reduce(torch.cat([parts[source] for source in range(axis.size)], -2), axis)
-    dim = whole.dim() - 2
-    return Part(dim, 1, whole.shape[dim], 1).parts(whole, axis.size)[axis.index].contiguous()
+    axis = how.axis
+    whole = raw_all_reduce(torch.cat([how.filled(parts[source], like) for source in range(axis.size)], -2), axis)
+    return whole.narrow(-2, axis.index * like.shape[-2], like.shape[-2]).contiguous()

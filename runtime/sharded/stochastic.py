@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from runtime.mesh import Axis
+from runtime.pieces import most, start
 from runtime.random import RandomState, Window, coordinate_mask, current_state, element_mask
 
 Where = Sequence[Sequence[int]]
@@ -96,7 +97,7 @@ def kept_elements(
     for axis, window in zip(axes, windows, strict=True):
         if window:
             dim, outer, size, inner = window
-            cuts.append(Window(dim, outer, size, inner, size // axis.size * axis.index, size // axis.size))
+            cuts.append(Window(dim, outer, size, inner, start(size, axis.size, axis.index), most(size, axis.size)))
     cuts += inside
     if rows is not None:
         cuts.insert(0, _row_window(rows, cuts, state.row_start, shape))
