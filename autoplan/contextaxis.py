@@ -165,7 +165,7 @@ def _check_way(graph: Graph, op: Op, option: Option, degree: int, way: str | Non
     loop = loop_of(op, option.label)
     if way is not None and _way_of(graph, op, option) != way and _way_of(graph, op, option) != "":
         raise InfeasibleError(f"{where(op)} cannot exchange by {way!r} over a divided sequence: leave the way out, or use 'ring'")
-    if loop is not None and graph.factor_sizes[loop.factor] % degree:
+    if loop is not None and loop.factor not in sequence_factors(graph) and graph.factor_sizes[loop.factor] % degree:
         size = graph.factor_sizes[loop.factor]
         raise InfeasibleError(f"cp={degree} with attention by heads does not divide the {size} key heads of {where(op)}: use 'ring', or a divisor of {size}")
 

@@ -63,10 +63,12 @@ class RealRows:
         if target.startswith("runtime.halo_"):
             spans = tuple(self._span(op, loop, pair) for loop, pair in zip(loops, sides, strict=True))
             return [("spans", spans)] if any(spans) else []
+        if target in _RINGS:
+            keys, where = self._emitter.graph.values[op.operands[1]], loops[0].reads[1]
+            assert where is not None
+            return [("length", self._divided_once(op, keys, where, needs[1]))] if self._is_uneven(keys, where, needs[1]) else []
         if not target or not is_uneven:
             return []
-        if target in _RINGS:
-            return [("length", self._divided_once(op, *sides[0][0]))]
         found: list[tuple[str, Arg]] = []
         if target in _NORMS:
             source, need = self._emitter.graph.values[op.operands[0]], needs[0]

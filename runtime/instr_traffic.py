@@ -31,7 +31,7 @@ from runtime.collective import Part
 from runtime.context_traffic import NAMES, exchanges
 from runtime.flow import Flow
 from runtime.instr import Instr, Ref, TensorSpec, uses
-from runtime.pieces import room
+from runtime.pieces import real, room
 from runtime.sharded.gathered import streamed
 from runtime.window_traffic import WINDOWED, exchanged_rows
 
@@ -172,6 +172,16 @@ def with_room(instr: Instr, size: int, num_ranks: int) -> int:
     positions = instr.args[3]
     assert isinstance(positions, int)
     return room(size, positions, num_ranks) * num_ranks
+
+
+def real_spec(instr: Instr, source: TensorSpec, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> TensorSpec:
+    """The spec of what `runtime.real_rows` gives the rank at `coordinates`, of a local `source`."""
+    dim, outer, held, inner = instr.args[1:5]
+    axes = dict(instr.kwargs)["axis"]
+    assert isinstance(dim, int) and isinstance(outer, int) and isinstance(inner, int) and isinstance(held, tuple) and isinstance(axes, tuple)
+    names, lengths = [a for a in axes if isinstance(a, str)], [n for n in held if isinstance(n, int)]
+    rows = real(lengths, [sizes[a] for a in names], [coordinates.get(a, 0) for a in names])
+    return TensorSpec((*source.shape[:dim], outer * rows * inner, *source.shape[dim + 1 :]), source.dtype)
 
 
 _GATHERING = ("runtime.all_gather", "runtime.all_gather_vary", "runtime.all_to_all")

@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from runtime.call import dtype_of, num_bytes
 from runtime.crossing import num_elements, pieces
 from runtime.flow import Flow, flow, groups, has_backward
-from runtime.instr import Instr, TensorSpec
-from runtime.instr_traffic import Use, backward_uses, forward_uses, gradient_passes
+from runtime.instr import Instr, TensorSpec, uses
+from runtime.instr_traffic import Use, backward_uses, forward_uses, gradient_passes, real_spec
 from runtime.partition import Tensor, moves_of, servers_of
 from runtime.program import BlockCode, Body, Program, StageCode, StageMesh, Stored
 from runtime.record import Traffic, total
@@ -97,14 +97,17 @@ def _specs(instr: Instr) -> dict[str, TensorSpec]:
 # -- one micro-batch ----------------------------------------------------------------------------------------------------
 
 
-def body_specs(stage: StageCode, body: Body, sizes: Mapping[str, int]) -> dict[str, TensorSpec]:
-    """Local specs of everything that a body reads or makes."""
+def body_specs(stage: StageCode, body: Body, sizes: Mapping[str, int], coordinates: Coordinates | None = None) -> dict[str, TensorSpec]:
+    """Local specs of everything that a body reads or makes: with room for as much as any rank has, of the real rows those of the rank
+    at `coordinates`, where they are given."""
     specs = {stored.name: replace(stored.spec, shape=stored.local_shape(sizes)) for stored in stage.stored}
     specs.update({feed.name: _own_rows(feed.spec, feed.batch_dim, body.rows) for feed in stage.feeds})
     specs.update({t.value: t.spec for t in body.receives})
     for block in body.blocks:
         for instr in block.instrs:
             specs.update(_specs(instr))
+            if instr.target == "runtime.real_rows" and coordinates is not None:
+                specs[instr.name] = real_spec(instr, specs[uses(instr)[0]], sizes, coordinates)
     return specs
 
 
@@ -115,7 +118,7 @@ def _reaches(use: Use, sizes: Mapping[str, int], coordinates: Coordinates) -> bo
 
 def _body_moves(program: Program, stage: StageCode, body: Body, coordinates: Coordinates) -> Iterator[Move]:
     sizes = dict(program.axes)
-    specs, found = body_specs(stage, body, sizes), flow(stage, body)
+    specs, found = body_specs(stage, body, sizes, coordinates), flow(stage, body)
     for block in body.blocks:
         for instr in block.instrs:
             for use in (use for use in forward_uses(instr, specs, sizes) if _reaches(use, sizes, coordinates)):

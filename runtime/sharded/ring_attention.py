@@ -62,8 +62,13 @@ class Around:
         return pieces.start(self.num_keys, self.axis.size, source), pieces.count(self.num_keys, self.axis.size, source)
 
     def real(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Queries, keys or values of block `source` without the copies that fill it."""
+        """Keys or values of block `source` without the copies that fill it."""
         return x.narrow(-2, 0, self.part(source)[1])
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """What belongs to queries, under a causal mask to real ones alone, as many as the keys of their block. The others do no harm: their
+        gradient is zero."""
+        return self.real(x, self.axis.index) if self.is_causal else x
 
     def filled(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """A result for real rows with zeros for the others that `like` has."""
@@ -76,14 +81,14 @@ class Around:
         return self.is_causal and source == self.axis.index
 
     def mask_of(self, mask: torch.Tensor | None, source: int) -> torch.Tensor | None:
-        """The columns of one block, for the real queries of this rank."""
+        """The columns of one block, for the queries of this rank."""
         if mask is None:
             return mask
-        mask = mask if mask.shape[-2] == 1 else self.real(mask, self.axis.index)
+        mask = mask if mask.shape[-2] == 1 else self.queries(mask)
         return mask if mask.shape[-1] == 1 else mask.narrow(-1, *self.part(source))
 
     def kept(self, q: torch.Tensor, source: int) -> torch.Tensor | None:
-        """The mask of what dropout keeps of the weights of real queries over real keys of a block."""
+        """The mask of what dropout keeps of the weights over the real keys of a block."""
         if self.drawing is None:
             return None
         start, length = self.part(source)
@@ -110,8 +115,8 @@ def around(
     if mask is not None and mask.requires_grad:
         raise ValueError("attention with a learned mask cannot be divided along its keys: keep them whole")
     num_keys = k.shape[-2] * axis.size if length is None else length
-    if pieces.most(num_keys, axis.size) != k.shape[-2] or (length is not None and q.shape[-2] != k.shape[-2]):
-        raise ValueError(f"{num_keys} keys in {axis.size} blocks do not fit {k.shape[-2]} keys and {q.shape[-2]} queries on a rank")
+    if pieces.most(num_keys, axis.size) != k.shape[-2]:
+        raise ValueError(f"{num_keys} keys in {axis.size} blocks do not fit {k.shape[-2]} keys on a rank")
     if mask is not None and mask.shape[-1] not in (1, num_keys):
         raise ValueError(f"a mask over {mask.shape[-1]} keys does not fit {axis.size} blocks of {k.shape[-2]} keys")
     if is_causal and q.shape[-2] != k.shape[-2]:
@@ -149,7 +154,7 @@ def ring_attention(
 
     q (..., H, L/P, E), k (..., H', S/P, E), v (..., H', S/P, E') -> (..., H, L/P, E'). `mask`, boolean or added, is
     (..., L/P or 1, S or 1) over all keys and has no gradient. Dropout as `runtime.attention`, of the whole (..., H, L, S).
-    `length`: S = L where P does not divide it; the results for rows that are not real are zero. Raises ValueError for a learned mask, and
+    `length`: S where P does not divide it; results for rows that are not real mean nothing. Raises ValueError for a learned mask, and
     where parts are not equally long.
     """
     how = around(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, op_id, axis, axes, windows, rows, length)
@@ -159,7 +164,7 @@ def ring_attention(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, how: Around) -> torch.Tensor:
-        axis, queries = how.axis, how.real(q, how.axis.index)
+        axis, queries = how.axis, how.queries(q)
         out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
         lse = queries.new_full(queries.shape[:-1], float("-inf"), dtype=wide(q.dtype))
         keys, values = k, v
@@ -183,7 +188,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, *masks = ctx.saved_tensors
         how: Around = ctx.how
         axis, mask = how.axis, masks[0] if masks else None
-        queries, result, grad = (how.real(x, axis.index) for x in (q, out, grads[0].contiguous()))
+        queries, result, grad = (how.queries(x) for x in (q, out, grads[0].contiguous()))
         dtype = wide(q.dtype)
         dq = torch.zeros_like(queries, dtype=dtype)
         home: tuple[torch.Tensor, ...] = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))

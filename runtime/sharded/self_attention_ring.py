@@ -63,7 +63,7 @@ def _blocks(x: torch.Tensor, how: Around) -> Iterator[tuple[int, torch.Tensor]]:
 class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, how: Around) -> torch.Tensor:
-        block, dtype, queries = how.block, wide(q.dtype), how.real(q, how.axis.index)
+        block, dtype, queries = how.block, wide(q.dtype), how.queries(q)
         scores = queries.new_empty((*queries.shape[:-1], how.num_keys), dtype=dtype)
         for source, keys in _blocks(k, how):
             part = queries.to(dtype) * block.scale @ block.spread(keys).to(dtype).transpose(-2, -1)
@@ -73,7 +73,7 @@ class _RingSelfAttention(torch.autograd.Function):
                 part = part.fill_(float("-inf"))
             scores.narrow(-1, *how.part(source)).copy_(part)
         if mask is not None:
-            seen = mask if mask.shape[-2] == 1 else how.real(mask, how.axis.index)
+            seen = mask if mask.shape[-2] == 1 else how.queries(mask)
             scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen.to(dtype)
         weights = torch.ops.aten._safe_softmax.default(scores, -1)
         out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=dtype)
@@ -90,7 +90,7 @@ class _RingSelfAttention(torch.autograd.Function):
         q, k, v, weights = ctx.saved_tensors
         how: Around = ctx.how
         block, dtype = how.block, wide(q.dtype)
-        queries, grad = how.real(q, how.axis.index), how.real(grads[0], how.axis.index).to(dtype)
+        queries, grad = how.queries(q), how.queries(grads[0]).to(dtype)
         dweights = torch.empty_like(weights)
         dvs: dict[int, torch.Tensor] = {}
         for source, values in _blocks(v, how):

@@ -33,6 +33,16 @@ def wide(build: Callable[[], Built]) -> Built:
     return model, batch
 
 
+def odd(build: Callable[[], Built]) -> Callable[[], Built]:
+    """The same model on sequences of 13, which neither 2 nor 4 ranks divide."""
+
+    def shorter() -> Built:
+        model, batch = build()
+        return model, {name: x[:, :13].contiguous() for name, x in batch.items()}
+
+    return shorter
+
+
 MODELS: Mapping[str, Callable[[], Built]] = {
     **ZOO,
     "gpt2": lambda: wide(gpt2),
@@ -41,6 +51,7 @@ MODELS: Mapping[str, Callable[[], Built]] = {
     "mixtral-aux": lambda: wide(mixtral_aux),
     "llama-4-kv": lambda: wide(lambda: llama(num_key_value_heads=4)),
 }
+MODELS = {**MODELS, **{f"{name}-13": odd(MODELS[name]) for name in ("gpt2", "llama", "llama-4-kv", "mixtral", "mixtral-aux", "bert", "t5")}}
 
 
 def run_context_cases(cases: list[Case]) -> list[Outcome]:

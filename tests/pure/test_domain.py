@@ -31,7 +31,7 @@ def _divided(graph, target: str) -> list[str]:
     return [loop.label for loop in op.loops if loop.label[0] in "xs"]
 
 
-@pytest.mark.parametrize(
+WINDOWS = pytest.mark.parametrize(
     "layers",
     [
         (nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 3, 1, 1), nn.Conv2d(4, 2, 5, 2, 2)),
@@ -42,15 +42,32 @@ def _divided(graph, target: str) -> list[str]:
     ],
     ids=["convolutions", "stem", "pooling", "transposed", "norms"],
 )
+
+
+@WINDOWS
 def test_a_window_over_divided_positions_is_the_dense_one(layers):
     for degree in (2, 4):
         for row in prove_graph(_graph(*layers), degree):
             assert row.proof.ok, row
 
 
+@WINDOWS
+def test_a_window_over_parts_of_unequal_lengths_is_the_dense_one(layers):
+    rows = prove_graph(_graph(*layers, shape=(2, 2, 13, 7)), 3)
+    assert all(row.proof.ok for row in rows), [row for row in rows if not row.proof.ok]
+    assert {row.degree for row in rows if row.option[0] in "xs" and row.target != "aten.sum.default"} == {3}
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(2, 2, 5), nn.Conv2d(2, 2, 2, 2), nn.MaxPool2d(3), nn.ConvTranspose2d(2, 2, 3), nn.ConvTranspose2d(2, 2, 3, 2, 1)])
+def test_a_window_whose_output_has_another_length_is_divided_with_its_input(layer):
+    for degree in (2, 3):
+        rows = [row for row in prove_graph(_graph(nn.Conv2d(2, 2, 1), layer, shape=(2, 2, 13, 9)), degree) if row.option in ("x0", "x1")]
+        assert len(rows) == 4 and all(row.proof.ok for row in rows), rows
+
+
 def test_windows_that_cannot_be_divided_stay_whole():
-    assert _divided(_graph(nn.Conv2d(2, 2, 3, padding=0)), "aten.conv2d") == [], "the output is shorter"
-    assert _divided(_graph(nn.Conv2d(2, 2, 3, 2, 1), shape=(4, 2, 13, 9)), "aten.conv2d") == [], "lengths are not n and 2 n"
+    assert _divided(_graph(nn.Conv2d(2, 2, 3, padding=0)), "aten.conv2d") == ["x0", "x1"], "the output is shorter"
+    assert _divided(_graph(nn.Conv2d(2, 2, 3, 2, 1), shape=(4, 2, 13, 9)), "aten.conv2d") == ["x0", "x1"], "lengths are not n and 2 n"
     assert _divided(_graph(nn.Conv2d(2, 2, (3, 4), padding="same")), "aten.conv2d") == [], "one side is padded more"
     assert _divided(_graph(nn.AvgPool2d(3, 1, 1, count_include_pad=False)), "aten.avg_pool2d") == [], "divisors differ at the ends"
     assert _divided(_graph(nn.Conv2d(2, 2, 3, 1, 1)), "aten.conv2d") == ["x0", "x1"]
@@ -60,8 +77,14 @@ def test_a_rank_holds_at_least_as_many_rows_as_it_gives_away():
     graph = _graph(nn.Conv2d(2, 2, 9, padding=4), shape=(4, 2, 16, 16))
     (loop,) = [loop for loop in graph.ops[0].loops if loop.label == "x0"]
     assert loop.minimum == 4
-    labels = {degree: [o.label for o in autoplan.graph.options(graph, graph.ops[0], degree)] for degree in (4, 8)}
-    assert "x0" in labels[4] and "x0" not in labels[8]
+    labels = {degree: [o.label for o in autoplan.graph.options(graph, graph.ops[0], degree)] for degree in (3, 4, 5, 8)}
+    assert "x0" in labels[3] and "x0" in labels[4], "16 rows on 3 ranks are 5, 5 and 6"
+    assert "x0" not in labels[5] and "x0" not in labels[8]
+
+
+def test_channels_that_do_not_divide_stay_whole():
+    graph = _graph(nn.Conv2d(2, 6, 3, 1, 1), nn.Conv2d(6, 2, 3, 1, 1))
+    assert [o.label for o in autoplan.graph.options(graph, graph.ops[0], 4) if o.label in ("o", "x0")] == ["x0"]
 
 
 def test_more_ranks_than_images_divide_the_images():
@@ -79,3 +102,12 @@ def test_a_batch_of_one_image_is_planned():
         model, batch = UNet(3, 4, width=32, depth=2), {"x": torch.empty(1, 3, 512, 512), "target": torch.empty(1, 4, 512, 512)}
     plan = autoplan.find_plan(model, batch, cluster="h100-sxm-80gb:1x4", precision="bf16")
     assert plan.degree("dp") == 1
+
+
+def test_images_whose_heights_do_not_divide_are_divided_where_that_is_best():
+    with torch.device("meta"):
+        model, batch = UNet(3, 4, width=64, depth=2), {"x": torch.empty(1, 3, 500, 500), "target": torch.empty(1, 4, 500, 500)}
+    plan = autoplan.find_plan(model, batch, cluster="h100-sxm-80gb:1x4", constraints=autoplan.Constraints(pp=1), precision="bf16")
+    splits = [label for block in plan.blocks for label in block.splits.values()]
+    assert plan.degree("tp") == 4 and sum(label.startswith("x") for label in splits) > len(plan.blocks), "125 steps of 4 rows on 4 ranks"
+    assert any(use.kind == "send" and use.axis == "tp" for use in plan.collectives)
