@@ -32,18 +32,15 @@ class Attention:
     dropout_p: float = 0.0
 
 
-ATTENTIONS = [
-    Attention(ring, **options)
-    for ring in RINGS
-    for options in (
-        {},
-        {"is_causal": True},
-        {"key_heads": 2, "is_causal": True},
-        {"key_heads": 1, "mask": "padding"},
-        {"mask": "bias", "dropout_p": 0.5},
-        {"key_heads": 2, "is_causal": True, "dropout_p": 0.25},
-    )
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"key_heads": 2, "is_causal": True},
+    {"key_heads": 1, "mask": "padding"},
+    {"mask": "bias", "dropout_p": 0.5},
+    {"key_heads": 2, "is_causal": True, "dropout_p": 0.25},
 ]
+ATTENTIONS = [Attention(ring, **options) for ring in RINGS for options in OPTIONS]
 
 
 def _part(x: torch.Tensor, axis: Axis, *, is_grad: bool = False) -> torch.Tensor:
@@ -65,11 +62,12 @@ def _one(case: Attention, axis: Axis) -> dict[str, float]:
     q, k, v, grad = (make(BATCH, heads, SEQ, DIM, seed=n) for n, heads in enumerate((HEADS, case.key_heads, case.key_heads, HEADS)))
     mask = {"padding": torch.arange(SEQ).lt(torch.tensor([7, SEQ]).view(-1, 1, 1, 1)), "bias": make(1, HEADS, SEQ, SEQ, seed=5)}.get(case.mask)
     common: tuple[Any, ...] = (case.dropout_p, case.is_causal, None, case.key_heads != HEADS, "op")
-    whole, local = ([x.clone().requires_grad_() for x in xs] for xs in ((q, k, v), [_part(x, axis) for x in (q, k, v)]))
+    whole = dense_q, dense_k, dense_v = [x.clone().requires_grad_() for x in (q, k, v)]
+    local = own_q, own_k, own_v = [_part(x, axis).requires_grad_() for x in (q, k, v)]
     with use_state(RandomState(3, 1, 0, exact=True)):
-        true = attention(*whole, mask, *common, rows=(0, 1, 1))
+        true = attention(dense_q, dense_k, dense_v, mask, *common, rows=(0, 1, 1))
         own = mask if mask is None or mask.shape[2] == 1 else _part(mask, axis)
-        out = RINGS[case.ring](*local, own, *common, axis=axis, axes=(axis,), windows=((2, 1, SEQ, 1),), rows=(0, 1, 1), length=SEQ)
+        out = RINGS[case.ring](own_q, own_k, own_v, own, *common, axis=axis, axes=(axis,), windows=((2, 1, SEQ, 1),), rows=(0, 1, 1), length=SEQ)
     true.backward(grad)
     out.backward(_part(grad, axis, is_grad=True))
     number = count(SEQ, axis.size, axis.index)
