@@ -200,11 +200,13 @@ def test_heights_that_do_not_divide_are_divided_all_the_same():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_heights_that_do_not_divide_on_other_numbers_of_ranks_and_axes(num_ranks: int):
-    cases = _cases(num_ranks, ODD) + [Case("odd resnet, height 45", dict(tp=num_ranks), domain=2, dtype="float64")]
-    cases += [Case("odd unet, height 13", dict(tp=num_ranks), domain=3, dtype="float64"), Case("odd unet, height 21", dict(tp=num_ranks), domain=2, dtype="float64")]
+    asked: list[tuple[str, dict, int]] = [("odd resnet, height 45", {"tp": num_ranks}, 2)]
+    asked += [("odd unet, height 13", {"tp": num_ranks}, 3), ("odd unet, height 21", {"tp": num_ranks}, 2)]
+    searched: list[tuple[str, dict]] = []
     if num_ranks == 4:
-        cases += [Case("odd unet, height 13", dict(tp=2, dp=2, zero=3), domain=2, dtype="float64")]
-        cases += [Case("odd unet, height 13", dict(tp=2, pp=2, recompute="full"), domain=2, dtype="float64")]
-        cases += [Case("odd resnet, height 45", dict(tp=2, pp=2), domain=2, dtype="float64")]
-        cases += [Case("odd unet, height 29", constraints=dict(tp=4), dtype="float64"), Case("odd resnet, height 51", constraints=dict(tp=2, dp=2), dtype="float64")]
+        asked += [("odd unet, height 13", {"tp": 2, "dp": 2, "zero": 3}, 2), ("odd unet, height 13", {"tp": 2, "pp": 2, "recompute": "full"}, 2)]
+        asked += [("odd resnet, height 45", {"tp": 2, "pp": 2}, 2)]
+        searched += [("odd unet, height 29", {"tp": 4}), ("odd resnet, height 51", {"tp": 2, "dp": 2})]
+    cases = [*_cases(num_ranks, ODD), *(Case(name, plan, domain=dim, dtype="float64") for name, plan, dim in asked)]
+    cases += [Case(name, constraints=constraints, dtype="float64") for name, constraints in searched]
     _assert_exact(run_ranks(_run, num_ranks, cases, timeout_s=800)[0])
