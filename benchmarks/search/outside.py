@@ -18,7 +18,7 @@ With f, b, a seconds of a layer (forward, backward, again), L layers of the full
     collective of s bytes over g ranks:  k (g - 1) / g * s / (bandwidth * efficiency) + latency      k = 2 of an all-reduce, else 1
 
 A group is on the node's own network if it fits there with the groups inside of it (tensor, then data, then pipeline), else on the one between
-nodes, at one device's bandwidth. That is the original's view ("flat"). Where k ranks of a data group are on one node, rings go through k of its adapters
+nodes, at one device's bandwidth. That is the original's view ("flat"). Where k ranks of a group are on one node, rings go through k of its adapters
 and each carries a k-th of the bytes ("rails"), which is what libraries do: the second price that is told.
 Layers alone are counted, no embedding and no head; attention forms its scores without writing them, as both plans' kernel does.
 
@@ -151,8 +151,9 @@ def step(layers: Layers, degrees: Degrees, system: System, adapters: str) -> Pri
     d, m, dp = degrees, degrees.num_micro_batches, degrees.dp
     tensor = system.inner if d.tp <= system.per_node else system.outer
     data = system.inner if d.tp * dp <= system.per_node else system.outer
-    if adapters == "rails" and data is system.outer:
-        data = data.wider(max(1, system.per_node // d.tp))
+    if adapters == "rails":
+        tensor = tensor.wider(system.per_node) if tensor is system.outer else tensor
+        data = data.wider(max(1, system.per_node // d.tp)) if data is system.outer else data
     pipeline = system.inner if d.tp * dp * d.pp <= system.per_node else system.outer
 
     forward_s, core_s, backward_s, num_elements = _layer(layers, d, system)
