@@ -18,6 +18,7 @@ from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
 from autoplan.problem import BlockProblem, Choice, Item, Move, Use, Weight
 from costmodel.opkey import CollectiveKind, RankGroup
+from runtime.instr import Instr
 from runtime.selective import is_kept
 from runtime.split import puts_off
 
@@ -189,6 +190,13 @@ def _without_repeated_work(items: list[Item]) -> list[Item]:
     return found
 
 
+def _lowered(local: LocalGraph, index: int, option: Option) -> Instr:
+    """The operator as the function that runs it: one that exchanges inside is another one."""
+    instr, loop = local.graph.ops[index].instr, local.loop(index, option)
+    names = (loop.lowering if loop is not None else "", *(context.lowering(index) for context in local.contexts))
+    return replace(instr, target=next((name for name in names if name), instr.target))
+
+
 def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, str], group: RankGroup, saved_bytes: dict[str, int]) -> Choice:
     op, operands, outputs = local.graph.ops[index], local.operands(index), local.graph.ops[index].outputs
     time = local.op_time(index, option)
@@ -211,10 +219,11 @@ def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, s
     share = local.share(index, option)
     stored = [name for name in operands if local.graph.values[name].kind in ("parameter", "buffer", "constant")]
     kept: tuple[tuple[str, int], ...] = ()
-    if is_kept(op.instr, stored):
+    runs = _lowered(local, index, option)
+    if is_kept(runs, stored):
         kept = tuple((name, _own_bytes(local, name, layout)) for name, layout in zip(outputs, option.writes, strict=True))
     weights_s, put_off = 0.0, ()
-    if puts_off(op.instr, stored) and all(local.graph.values[name].requires_grad for name in operands[:2]):
+    if puts_off(runs, stored) and all(local.graph.values[name].requires_grad for name in operands[:2]):
         root = roots.get(operands[0], operands[0])
         weights_s = time.backward_weight_s
         put_off = ((root, _own_bytes(local, root, option.reads[0])), (f"gradient of {outputs[0]}", _own_bytes(local, outputs[0], option.writes[0])))

@@ -74,7 +74,7 @@ class Case:
 LINKS = (0.25, 1.0, 4.0)
 CASES: Mapping[str, Case] = {
     "1.5d": Case(
-        "2 layers from 65,536 to 4,096 to 8,192 features", "features", "h100-sxm-80gb", 64, 8, 65536, lambda rows: normed(rows, 65536, 4096, 8192),
+        "3 layers from 4,096 to 32,768 features", "features", "h100-sxm-80gb", 64, 8, 16384, lambda rows: normed(rows, 4096, 8192, 16384, 32768),
         dict(ranks=(16, 64, 256), rows=(16384, 65536, 262144), link=LINKS),
     ),
     "2d": Case(

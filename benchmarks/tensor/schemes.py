@@ -1,7 +1,7 @@
 """All schemes of tensor parallelism for one model and cluster, at the product's own prices: step time, memory and wire volume of a rank.
 
     python benchmarks/tensor/schemes.py [--ranks 4 16 64] [--rows 1024] [--width 8192] [--layers 4] [--device h100-sxm-80gb] [--per-node 8]
-    python benchmarks/tensor/schemes.py --long 65536 --sweep ranks|rows|link|memory ...
+    python benchmarks/tensor/schemes.py --long 65536 ...
 
 The model is an MLP of square layers in bf16, where every scheme takes all ranks (dp = pp = 1; 1.5D the best split into dp x tp), so that the
 schemes themselves are compared; the last row of each table is the free search. With `--long` it is residual pairs of layers (width to 4 times that
@@ -24,7 +24,7 @@ from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.models import MLP
 from autoplan.plan import Plan
-from autoplan.schemes import SCHEMES, SEARCHED, degree_of, grids, scheme_of
+from autoplan.schemes import SCHEMES, SEARCHED, degree_of, grids
 from autoplan.units import num_bytes, seconds
 from costmodel.cluster import Cluster
 
@@ -127,26 +127,6 @@ def table(graph: Graph, cluster: Cluster, schemes: Iterator[tuple[str, autoplan.
         )
 
 
-def sweep(asked: argparse.Namespace) -> None:
-    """A line for each value of one quantity, a column for each scheme."""
-    print(f"\n| {asked.sweep} | {' | '.join(SCHEMES)} | the search takes |\n|{'---|' * (len(SCHEMES) + 2)}")
-    rows, ranks = asked.rows, asked.ranks[0]
-    for value in asked.values:
-        given = {"rows": rows, "ranks": ranks, "link": 1.0, "memory": 1.0} | {asked.sweep: value}
-        cluster = cluster_of(asked.device, int(given["ranks"]), asked.per_node, given["link"], given["memory"])
-        graph = graph_of(int(given["rows"]), asked.width, asked.layers, asked.long)
-        cells = []
-        for name, constraints in within():
-            plan = found(graph, cluster, constraints)
-            if isinstance(plan, str):
-                cells.append("-")
-            elif name == "free":
-                cells.append(f"{scheme_of(plan.axes)}: {mesh_of(plan)}")
-            else:
-                cells.append(seconds(plan.forecast.step_time_s))
-        print(f"| {value:g} | {' | '.join(cells)} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
@@ -156,12 +136,7 @@ def main() -> None:
     parser.add_argument("--device", default="h100-sxm-80gb")
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--long", type=int, help="positions of a row")
-    parser.add_argument("--sweep", choices=["ranks", "rows", "link", "memory"])
-    parser.add_argument("--values", type=float, nargs="+", help="of the quantity that is swept; links and memory in times of the preset's")
     asked = parser.parse_args()
-    if asked.sweep:
-        sweep(asked)
-        return
     graph = graph_of(asked.rows, asked.width, asked.layers, asked.long)
     for ranks in asked.ranks:
         cluster = cluster_of(asked.device, ranks, asked.per_node)
