@@ -227,7 +227,8 @@ class Work:
                     traffic.append(Traffic(use.kind, use.axis or self.feature_axis, use.phase, use.num_bytes))
                     if use.phase == "forward" and block.recomputed:
                         traffic.append(Traffic(use.kind, use.axis or self.feature_axis, "backward", use.num_bytes))
-            deferred += [(name, p.trained_bytes) for name, _ in row_axes(self.axes) if ROLES[name] == "rows"]
+            summed = p.trained_bytes if graph.precision is None else 4 * p.trained_elements  # gradients of masters are fp32
+            deferred += [(name, summed) for name, _ in row_axes(self.axes) if ROLES[name] == "rows"]
         entering = (send for own in sends.values() for send in own if send.dst == index)
         gathers = [("forward", send) for send in entering] + [("backward", send) for send in sends.get(index, ()) if send.grad]
         for phase, send in gathers:

@@ -1,4 +1,4 @@
-"""What the search says of a recomputed plan is what its program says, where a kept operator becomes one that exchanges inside."""
+"""What the search says of a plan is what its program says, where an operator becomes another one, or a sum is made in another dtype."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pytest
 import autoplan
 from autoplan.explore import Searcher
 from autoplan.lower import lower
+from autoplan.price import Pricer
 from autoplan.search import forecast_of, plan_of
 from autoplan.simulate import forecast
 from autoplan.task import Task
+from autoplan.workload import load_of
 from benchmarks.tensor.context import decoder
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
@@ -27,3 +29,16 @@ def test_selective_recomputation_is_searched_at_the_price_of_its_program(how: di
     plan = plan_of(best, searcher, outcome)
     told = forecast(lower(plan, graph), plan, graph, prices, overlap=searcher.shapes.overlap)
     assert forecast_of(best, searcher).step_time_s == pytest.approx(told.step_time_s, rel=tolerance)
+
+
+def test_sums_over_depth_are_searched_in_the_dtype_in_which_they_are_made() -> None:
+    graph, cluster = decoder(1, 8, 64), Cluster.parse("h100-sxm-80gb:1x8")
+    prices = AnalyticPrices(cluster)
+    searcher = Searcher(Task(graph, cluster, prices, autoplan.Constraints(tensor="2.5d", tp=8), "adamw", "bf16", None))
+    outcome = searcher.run()
+    best = outcome.best()
+    (program,) = lower(plan_of(best, searcher, outcome), graph)
+    made = load_of(program, program.stages[0], graph, Pricer(prices, "bf16")).deferred
+    searched = [use for load in best.loads for use in load.deferred]
+    summed = [sum(size for axis, size in found if axis == "tpd") for found in (searched, made)]
+    assert summed[0] == summed[1] > 0
