@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from runtime.action import Schedule
-from runtime.schedule import schedule
+from runtime.schedule import schedule, splits_backward
 
 order = lru_cache(maxsize=512)(schedule)  # equal questions get the same frozen answer
 
 
 def is_split(name: str) -> bool:
     """Whether a schedule runs the backward pass in two halves."""
-    return name in ("zb", "zbv")
+    return splits_backward(name)
 
 
 def num_stages_held(stage_ranks: tuple[int, ...]) -> int:

@@ -4,8 +4,9 @@
     per tensor     a tensor is updated from itself alone (Muon, Adafactor): exact on whole tensors, wherever they are
     others         may look at all parameters at once (LBFGS, and what is not known here): exact where one place has them all
 
-`optimizer_class` gives the class itself where that is exact, and else one that works on dense copies: gathered before every step on all
-ranks that hold parts, which all do the same work, and cut again after it. Its state is dense.
+`optimizer_class` gives the class itself where that is exact (under ZeRO it works on plain tensors: autoplan/localparts.py), and else one that
+works on dense copies: gathered before every step on all ranks that hold parts, which all do the same work, and cut again after it. Its state
+is dense.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoplan.errors import UnsupportedOpError
+from autoplan.localparts import on_local_parts
 from runtime.storage import Resident
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD")
@@ -37,7 +39,8 @@ def optimizer_class(cls: type[Optimizer], residents: Sequence[Resident], num_sta
     Raises UnsupportedOpError, naming it, for an optimizer that may need all parameters in one place while several stages have them.
     """
     if is_torch(cls, ELEMENTWISE):
-        return cls
+        sharded = [resident for resident in residents if resident.is_sharded]
+        return on_local_parts(cls, sharded) if sharded else cls
     if num_stages > 1 and not is_torch(cls, PER_TENSOR):
         raise UnsupportedOpError(
             f"{cls.__name__} may look at all parameters at once, and this plan keeps them on {num_stages} stages: "

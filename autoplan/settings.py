@@ -19,6 +19,7 @@ from autoplan.planfile import dumps, loads
 from autoplan.retarget import retarget
 from costmodel.cluster import Cluster
 from costmodel.detect import detect
+from runtime.schedule import splits_backward
 
 
 def world_size() -> int:
@@ -64,7 +65,7 @@ def _searched(graph: Graph, settings: Settings) -> Plan:
             return find_plan(graph, None, cluster, constraints, settings.optimizer, settings.precision, prices=prices)
 
         plan = found(settings.constraints)
-        if settings.compile_backend is not None and settings.constraints.schedule is None and plan.schedule in ("zb", "zbv"):
+        if settings.compile_backend is not None and settings.constraints.schedule is None and splits_backward(plan.schedule):
             plan = found(replace(settings.constraints, schedule="1f1b"))  # torch.compile makes one backward pass
         return dumps(plan)
 

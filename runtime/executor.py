@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from runtime.partition import servers_of, workers_of
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reducer import Reducer
-from runtime.reduction import Summand, all_reduce_bucket, reduce_over_axes, sum_over_axes
+from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_over_axes
 from runtime.run import Run
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -137,8 +138,9 @@ class Executor:
         """This rank's parameters under the model's own names, in the order of the program."""
         return [(r.stored.fqn, r.tensor) for r in self.residents if isinstance(r.tensor, torch.nn.Parameter)]
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[Resident, ...]:
+        """The parameters that get a gradient, in the order of the program."""
         return tuple(r for r in self.residents if r.stored.kind == "parameter" and r.stored.requires_grad)
 
     def zero_grad(self) -> None:
@@ -196,7 +198,7 @@ class Executor:
                 self.servers.push()
             return {r: r.local(r.tensor.grad) for r in self.trainable if r.tensor.grad is not None}
         grads = {r: grad for storage in self.storages.values() for r, grad in storage.take_grads().items()}
-        sum_over_axes([Summand(grad, tuple(axis for axis in r.stored.partial if axis != "dp")) for r, grad in grads.items()], self.mesh)
+        sum_over_axes(grads, {r: tuple(axis for axis in r.stored.partial if axis != "dp") for r in grads}, self.mesh.axis)
         return grads
 
     def _deliver(self, sums: list[tuple[Resident, torch.Tensor]]) -> None:

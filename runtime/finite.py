@@ -16,9 +16,11 @@ from runtime.mesh import Mesh
 
 def suspicion(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A float64 scalar: 0 where the gradients here are finite, 1 where they may not be."""
-    sums = [_real(grad).sum().double() for grad in grads]
-    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    return (~torch.isfinite(total)).double()
+    sums: dict[torch.dtype, list[torch.Tensor]] = {}
+    for grad in grads:
+        sums.setdefault(grad.dtype, []).append(_real(grad).sum())
+    totals = [torch.stack(own).double().sum() for own in sums.values()]  # of each dtype: an overflow only makes them suspect
+    return (~torch.isfinite(torch.stack(totals).sum())).double() if totals else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def not_finite(grads: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> tuple[str, ...]:

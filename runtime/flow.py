@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.instr import Instr, uses
-from runtime.program import BlockCode, Body, StageCode
+from runtime.program import BlockCode, Body, Program, StageCode, Stored
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 _CUT = ("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty")
@@ -47,6 +47,15 @@ def flow(stage: StageCode, body: Body) -> Flow:
         if passes_gradient(instr) and any(name in arrives for name in _floats(instr)):
             arrives.update(name for name in uses(instr) if name in needs)
     return Flow(frozenset(needs), frozenset(arrives))
+
+
+def trained(program: Program) -> tuple[tuple[int, Stored], ...]:
+    """(stage, parameter) of every trainable parameter that a gradient arrives at, in the order of the program; tied ones on every stage."""
+    found = []
+    for stage in program.stages:
+        arrives = flow(stage, stage.bodies[0]).arrives
+        found += [(stage.index, s) for s in stage.stored if s.kind == "parameter" and s.requires_grad and s.name in arrives]
+    return tuple(found)
 
 
 def has_backward(block: BlockCode, found: Flow) -> bool:

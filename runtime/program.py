@@ -16,12 +16,19 @@ Mesh axes are named "pp", "dp", "tp" (more may follow); rank = row-major index i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from runtime.instr import Instr, TensorSpec
 from runtime.pieces import room
+
+
+def row_range(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Rows [start, stop) of one rank as torch.chunk and FSDP2 divide: all parts of equal length but the last ones."""
+    each = math.ceil(num_rows / num_ranks)
+    return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from runtime.background import Background
 from runtime.collective import scatter_into, wait
 from runtime.exchange import Residuals, columns_of, exchange, tensor_of
 from runtime.mesh import Axis, Mesh, twin_axis
-from runtime.program import Program
+from runtime.program import Program, row_range
 from runtime.record import Recorder
-from runtime.reduction import all_reduce_bucket, bucket_sizes, buckets
+from runtime.reduction import bucket_sizes, sum_over_axes
 from runtime.storage import Resident, Storage, local_shape
-from runtime.stripes import Layout, Matrix, program_layout, reduced, row_range
+from runtime.stripes import Layout, Matrix, program_layout, reduced
 
 
 class Momenta(Protocol):
@@ -161,10 +161,10 @@ class Reducer:
         return found
 
     def _summed(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            for bucket in buckets([grad for grad in grads if grad.dtype == dtype]):
-                all_reduce_bucket(bucket, self._axis)
-        return grads
+        sums = dict(enumerate(grads))
+        grads.clear()
+        sum_over_axes(sums, dict.fromkeys(sums, ("dp",)), lambda _: self._axis)
+        return list(sums.values())
 
     def _scattered(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the sums, by reduce_scatters of padded rows, a bucket each."""

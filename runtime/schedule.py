@@ -102,6 +102,11 @@ def schedule(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) ->
     return SCHEDULES[name](stage_ranks, num_micro_batches)
 
 
+def splits_backward(name: str) -> bool:
+    """Whether a schedule runs the backward pass in two halves."""
+    return name in ("zb", "zbv")
+
+
 def forward_only(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """The forwards of a schedule in their order: what evaluation runs."""
     return tuple(action for action in actions if action.kind == "F")

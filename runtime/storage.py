@@ -10,7 +10,6 @@ Source: Zhao et al. 2023 (PyTorch FSDP), Rajbhandari et al. 2020 (ZeRO).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,7 @@ from runtime.flow import flow, has_backward, users
 from runtime.fsdp import chain_prefetch, shard, take_whole_grads
 from runtime.mesh import Mesh
 from runtime.module import Holder, StageModule
-from runtime.pieces import room
-from runtime.program import Chunk, StageCode, Stored
+from runtime.program import Chunk, StageCode, Stored, row_range
 from runtime.split import WeightGrads
 
 Dense = Callable[[str], torch.Tensor]
@@ -52,10 +50,7 @@ def join(local: torch.Tensor, chunks: tuple[Chunk, ...], mesh: Mesh) -> torch.Te
 
 def local_shape(stored: Stored, mesh: Mesh) -> tuple[int, ...]:
     """The shape that `cut` leaves."""
-    shape = list(stored.spec.shape)
-    for chunk in stored.chunks:
-        shape[chunk.dim] = room(shape[chunk.dim], chunk.size, mesh.axis(chunk.axis).size)
-    return tuple(shape)
+    return stored.local_shape({chunk.axis: mesh.axis(chunk.axis).size for chunk in stored.chunks})
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +88,7 @@ class Resident:
             raise ValueError(f"{self.stored.fqn} has shape {self.stored.spec.shape}, got {tuple(dense.shape)}")
         local = cut(dense, self.stored.chunks, self.mesh)
         if self.is_sharded:
-            start, stop = _rows(max(local.shape[0] if local.dim() else 1, 1), self.mesh.shard_axis.size, self.mesh.shard_axis.index)
+            start, stop = row_range(max(local.shape[0] if local.dim() else 1, 1), self.mesh.shard_axis.index, self.mesh.shard_axis.size)
             local = local.reshape(local.shape or (1,))[start:stop]
         return local.reshape(self.local().shape)
 
@@ -108,15 +103,9 @@ class Resident:
             self.local().copy_(self.cut(dense))
 
 
-def _rows(num_rows: int, num_parts: int, index: int) -> tuple[int, int]:
-    """Rows [start, stop) of one part as torch.chunk and FSDP2 divide: all parts of equal length but the last ones."""
-    each = math.ceil(num_rows / num_parts)
-    return min(index * each, num_rows), min((index + 1) * each, num_rows)
-
-
 def _gather_rows(local: torch.Tensor, num_rows: int, mesh: Mesh) -> torch.Tensor:
     axis = mesh.shard_axis
-    each = math.ceil(num_rows / axis.size)
+    each = row_range(num_rows, 0, axis.size)[1]
     padded = local.new_zeros((each, *local.shape[1:]))
     padded[: local.shape[0]] = local
     return raw_all_gather(padded, Part(0, 1, each * axis.size, 1), axis)[:num_rows]

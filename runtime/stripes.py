@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.call import dtype_of
-from runtime.flow import flow
-from runtime.program import Program, Stored
+from runtime.flow import trained
+from runtime.program import Program, Stored, row_range
 from runtime.quantiser import CODECS, Codec
 
 
@@ -101,12 +101,6 @@ def _matrix(shape: tuple[int, ...], width: int, num_chunks: int) -> Matrix:
     return Matrix(rows, math.prod(rest), width, False)
 
 
-def row_range(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Rows [start, stop) of one rank as torch.chunk and FSDP2 divide: all parts of equal length but the last ones."""
-    each = math.ceil(num_rows / num_ranks)
-    return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
-
-
 def _rows_of(index: int, matrix: Matrix, rank: int, num_ranks: int) -> Piece:
     return Piece(index, row_range(matrix.num_rows, rank, num_ranks), (0, matrix.num_columns))
 
@@ -138,12 +132,7 @@ def reduces_itself(program: Program) -> bool:
 
 def reduced(program: Program) -> tuple[tuple[int, Stored], ...]:
     """(stage, parameter) of every gradient that is summed over the data axis, in the order of the program; none without elements."""
-    found = []
-    for stage in program.stages:
-        arrives = flow(stage, stage.bodies[0]).arrives
-        trained = [s for s in stage.stored if s.kind == "parameter" and s.requires_grad and s.name in arrives and 0 not in s.spec.shape]
-        found += [(stage.index, stored) for stored in trained if program.zero or "dp" in stored.partial]
-    return tuple(found)
+    return tuple((i, s) for i, s in trained(program) if 0 not in s.spec.shape and (program.zero or "dp" in s.partial))
 
 
 def value_bytes(stored: Stored) -> int:

@@ -28,14 +28,15 @@ from dataclasses import dataclass, replace
 
 from runtime.call import dtype_of, num_bytes
 from runtime.crossing import num_elements, pieces
-from runtime.flow import Flow, flow, groups, has_backward
+from runtime.flow import Flow, flow, groups, has_backward, trained
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.instr_traffic import Use, backward_uses, forward_uses, gradient_passes, real_spec
 from runtime.partition import Tensor, moves_of, servers_of
-from runtime.program import BlockCode, Body, Program, StageCode, StageMesh, Stored
+from runtime.program import BlockCode, Body, Program, StageCode, StageMesh, Stored, row_range
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
-from runtime.stripes import program_layout, reduced, reduces_itself, row_range
+from runtime.schedule import splits_backward
+from runtime.stripes import program_layout, reduced, reduces_itself
 from runtime.tied import partners
 
 Move = tuple[str, str, str, int]  # kind, axis, phase, bytes
@@ -203,7 +204,7 @@ def fsdp_groups(program: Program, stage: StageCode) -> tuple[Group, ...]:
 
     def padded(name: str, dtype: str) -> int:
         rows, *rest = stored[name].local_shape(sizes) or (1,)
-        return math.ceil(rows / num_ranks) * num_ranks * math.prod(rest) * dtype_of(dtype).itemsize
+        return row_range(rows, 0, num_ranks)[1] * num_ranks * math.prod(rest) * dtype_of(dtype).itemsize
 
     out = []
     for owner, names in groups(stage, is_split_backward=is_split_backward(program)):
@@ -214,21 +215,16 @@ def fsdp_groups(program: Program, stage: StageCode) -> tuple[Group, ...]:
 
 
 def is_split_backward(program: Program) -> bool:
-    return program.schedule in ("zb", "zbv")
+    return splits_backward(program.schedule)
 
 
 def with_gradients(program: Program) -> frozenset[tuple[int, str]]:
     """(stage, value name) of the parameters that a step leaves a gradient of."""
-    return frozenset((stage.index, s.name) for stage in program.stages for s in stage.stored if any(s is found for found in _grads(program)))
+    return frozenset((index, stored.name) for index, stored in trained(program))
 
 
 def _grads(program: Program) -> list[Stored]:
-    """Trainable parameters that get a gradient, in the order of the program; those of tied ones on every stage."""
-    out = []
-    for stage in program.stages:
-        arrives = flow(stage, stage.bodies[0]).arrives
-        out += [s for s in stage.stored if s.kind == "parameter" and s.requires_grad and s.name in arrives]
-    return out
+    return [stored for _, stored in trained(program)]
 
 
 def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> int:
@@ -237,8 +233,8 @@ def shard_bytes(stored: Stored, program: Program, coordinates: Coordinates) -> i
     parts = sharding(program)
     if parts > 1 and stored.kind == "parameter":
         rows, *rest = shape or (1,)
-        each, index = math.ceil(rows / parts), coordinates.get("dp", 0) % parts
-        shape = (max(0, min(rows, (index + 1) * each) - index * each), *rest)
+        start, stop = row_range(rows, coordinates.get("dp", 0) % parts, parts)
+        shape = (stop - start, *rest)
     return math.prod(shape) * dtype_of(stored.at_rest).itemsize
 
 

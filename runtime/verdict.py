@@ -32,8 +32,8 @@ def told(stages: Sequence[StageCode], mesh: Mesh, own_loss: torch.Tensor | None,
             found[0] = own_loss.double()
         if all(axis.index == firsts.get(name, 0) for name, axis in mesh.axes.items() if name != "pp"):
             found[1] = _LOSS_DTYPES.index(own_loss.dtype)
-    all_reduce_bucket([found], mesh.world)
-    loss, dtype, suspects = found.tolist()
+    (total,) = all_reduce_bucket([found], mesh.world)
+    loss, dtype, suspects = total.tolist()
     return torch.tensor(loss, dtype=torch.float64, device=mesh.device).to(_LOSS_DTYPES[int(dtype)]), suspects > 0
 
 

@@ -43,7 +43,7 @@ def ours(peer: str, num_layers: int, num_rows: int) -> Step:
     model, batch = built(num_layers, num_rows)
     wanted = dict(CONSTRAINTS[peer], micro_batch_size=num_rows // CONSTRAINTS[peer].get("dp", 1) // (NUM_MICRO_BATCHES if peer == "pipeline" else 1))
     pm = autoplan.parallelize(model, batch, cluster=f"cpu:1x{_size()}", constraints=autoplan.Constraints(**wanted, recompute="none"))
-    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-3)
     return _trained(pm, optimizer, lambda: pm.forward_backward(batch))
 
 
