@@ -15,6 +15,7 @@ from torch import nn
 
 import autoplan
 from autoplan.frontend import capture
+from autoplan.optimizers import ELEMENTWISE
 from autoplan.precision import COMPUTE, cast_batch
 from runtime.module import Holder
 from runtime.scaling import INTERVAL, LossScale
@@ -215,6 +216,9 @@ def optimizers(folder: str) -> None:
     torch.set_num_threads(1)
     for name, options in (("Adam", dict(lr=0.01)), ("AdamW", dict(lr=0.01)), ("SGD", SGD), ("Adagrad", dict(lr=0.01))):
         compare("mlp", None, dict(dp=2, zero=3), name, options)
+    for name in sorted(set(ELEMENTWISE) - {"Adam", "AdamW", "SGD", "Adagrad"}):
+        compare("mlp", None, dict(dp=2, zero=3), name, dict(lr=0.01))
+    hooked()
     for how in (dict(dp=2, zero=2), dict(tp=2), dict(pp=2)):
         compare("mlp", None, how, "Adafactor", dict(lr=0.01))
     for how in (dict(tp=2), dict(dp=2, zero=1)):
@@ -228,6 +232,23 @@ def optimizers(folder: str) -> None:
     pm.forward_backward(batch)
     with pytest.raises(autoplan.UnsupportedOpError, match=r"make it with pm\.optimizer\(Adafactor"):
         torch.optim.Adafactor(pm.parameters()).step()
+
+
+def hooked() -> None:
+    """Under ZeRO an optimizer's hooks run once a step and see the parameters themselves; groups and state are theirs between steps."""
+    model, batch = ZOO["mlp"]()
+    pm = parallel(model, batch, None, dict(dp=2, zero=3))
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch puts its hooks into a class when one is made first
+    opt = pm.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    seen: list[Any] = []
+    opt.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["params"]))
+    opt.register_step_post_hook(lambda opt, *_: seen.append(opt.param_groups[0]["params"]))
+    for _ in range(2):
+        opt.zero_grad()
+        assert float(opt.step(lambda: pm.forward_backward(batch))) > 0
+    own = list(pm.parameters())
+    assert len(seen) == 4 and all(len(params) == len(own) and all(a is b for a, b in zip(params, own, strict=True)) for params in seen)
+    assert opt.state.keys() == set(own) and all(type(opt.state[p]["momentum_buffer"]) is type(p.data) for p in own)
 
 
 def closures(how: Mapping[str, Any]) -> None:
