@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.instr_traffic import Use
@@ -19,6 +19,7 @@ def seconds(use: Use, group: object) -> float:
     return use.num_bytes / 4
 
 
+@settings(deadline=None)
 @given(ranks_s, steps)
 def test_moments_are_those_of_a_walk(come_s: list[float], does: list[list[float] | Use]) -> None:
     now, begins, ends = list(come_s), [], []

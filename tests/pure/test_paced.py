@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan import Constraints, capture, find_plan
@@ -121,6 +121,7 @@ def test_a_device_makes_up_for_a_late_host_within_a_step_but_not_between_steps()
     assert clock.free_s >= began_s + 0.05
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([8, 16, 32]))
 def test_drawn_devices_are_legal_and_the_same_for_the_same_seed(seed: int, num_ranks: int) -> None:
     devices = drawn(num_ranks, seed)
