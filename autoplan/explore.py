@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 
 from autoplan.choose import Boundary
@@ -31,6 +31,7 @@ from autoplan.task import Task
 from autoplan.workout import ENOUGH, WorkOut
 
 _NUM_MESHES = 5  # worked out at least, where there are as many
+_MANY_SHAPES = 1000
 _RUNNER_UP = 2.0  # times of the best, beyond which a plan of another mesh is not looked for
 
 
@@ -65,9 +66,14 @@ class Searcher:
             outcome.bounds[shape] = self.shapes.peak_bound(shape)
             heapq.heappush(heap, (is_in_parts(shape), outcome.bounds[shape], 0, shape))
         best_s = float("inf")
+        for shape in self._usual(outcome.space.shapes):
+            outcome.worked_out.add(shape)
+            best_s = self._add(outcome, shape, best_s)
+            if outcome.fitting:
+                on_plan()
         while heap:
             comes_later, bound_s, level, shape = heapq.heappop(heap)
-            if bound_s >= best_s * (1 - ENOUGH) or bound_s == float("inf"):
+            if bound_s >= best_s * (1 - ENOUGH) or bound_s == float("inf") or shape in outcome.worked_out:
                 continue
             self.shapes.countdown.left_s()
             if level <= len(self.shapes.tighter):
@@ -82,6 +88,24 @@ class Searcher:
             best_s = self._add(outcome, shape, best_s)
             if outcome.fitting:
                 on_plan()
+
+    def _usual(self, shapes: tuple[Shape, ...]) -> Iterator[Shape]:
+        """What people try first, where there is so much to bound that a first plan would be late: data ranks alone, tensor ranks inside a node, and these in
+        the shortest 1F1B pipeline that may fit; each with the micro-batch of the least bound."""
+        if len(shapes) < _MANY_SHAPES:
+            return
+        meshes: dict[tuple[int, int], list[Shape]] = {}
+        for shape in shapes:
+            if shape.schedule == "1f1b" and not shape.grid and shape.cp == shape.ep == 1:
+                meshes.setdefault((shape.tp, shape.pp), []).append(shape)
+        inside = max((tp for tp, _ in meshes if tp <= self.task.cluster.groups[0].devices_per_node), default=1)
+        pipelines = sorted(mesh for mesh in meshes if mesh[0] == inside and mesh[1] > 1)
+        for mesh in ((1, 1), (inside, 1), *pipelines):
+            found = min(((self.shapes.operator_bound(shape), shape) for shape in meshes.pop(mesh, ())), default=(float("inf"), None))
+            if found[1] is not None and found[0] < float("inf"):
+                yield found[1]
+                if mesh in pipelines:
+                    return
 
     def _smallest(self, outcome: Outcome) -> None:
         """Work out the shapes that need least memory, where nothing fits, to say what is missing."""
