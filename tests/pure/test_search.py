@@ -145,6 +145,17 @@ def test_every_bound_is_below_what_the_shape_takes(graph: Graph) -> None:
         assert max(bounds) <= min(times) * (1 + 1e-9), (shape, bounds, min(times))
 
 
+def test_what_a_search_begins_with_changes_no_plan(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster.parse("a100-sxm-80gb:1x4")
+    later = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None)).run()
+    monkeypatch.setattr("autoplan.explore._MANY_SHAPES", 0)
+    searcher = Searcher(Task(graph, cluster, FlatPrices(), Constraints(), "adamw", None, None))
+    usual = [(shape.tp, shape.pp) for shape in searcher._usual(searcher.space.shapes)]
+    first = searcher.run()
+    assert usual[0] == (1, 1) and {tp for tp, _ in usual} == {1, 4}
+    assert (first.best().order, first.best().step_s) == (later.best().order, later.best().step_s)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
 def test_no_shape_that_was_pruned_is_better(share: float) -> None:
     small = transformer(layers=3, batch=4, seq=32, hidden=256, heads=4, inner=1024, vocab=1000)
