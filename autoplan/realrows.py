@@ -85,9 +85,9 @@ class RealRows:
         return [loop for _, loop in self._numbered(op, chosen)]
 
     def _sides(self, op: Op, loop: Loop, needs: Sequence[Layouts], writes: Mapping[str, Layouts]) -> list[tuple[Value, Split, Layouts]]:
-        """The first operand and output, with where they carry the loop and how they lie."""
+        """The first operand, if there is one, and output, with where they carry the loop and how they lie."""
         values = self._emitter.graph.values
-        sides = [(op.operands[0], loop.reads[0], needs[0]), (op.outputs[0], loop.writes[0], writes[op.outputs[0]])]
+        sides = [*zip(op.operands[:1], loop.reads, needs, strict=False), (op.outputs[0], loop.writes[0], writes[op.outputs[0]])]
         return [(values[name], where, layouts) for name, where, layouts in sides if where is not None]
 
     def _nested(self, value: Value, where: Split, layouts: Layouts) -> tuple[tuple[int, ...], tuple[int, ...]]:
