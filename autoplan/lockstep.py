@@ -78,7 +78,7 @@ class _ThreadGroup(dist.ProcessGroup):
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:  # their names before torch 2.13
         return self.all_gather_single(output, input, opts)
 
-    def _reduce_scatter_base(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Any:  # noqa: N803 - torch's names
+    def _reduce_scatter_base(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single(outputTensor, inputTensor, opts)
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None) -> Any:
