@@ -244,18 +244,18 @@ def test_one_worker_is_plain_sgd():
 
 
 def fails(how: str) -> tuple[str, float]:
-    """The error of this rank where the server, rank 2, is gone, or asleep and computes nothing, and the seconds that it took."""
+    """The error of this rank where the server, rank 2, is gone, or computes nothing and is gone or asleep, and the seconds that it took."""
     torch.set_num_threads(1)
     batch, model = make_batch(), Exact()
     graph = capture(model, batch)
-    plan = manual_plan(graph, dp=3, sync="ps", servers=(2,), workers=(0, 1) if how == "slow" else ())
+    plan = manual_plan(graph, dp=3, sync="ps", servers=(2,), workers=() if how == "dead" else (0, 1))
     tensors = {**dict(model.named_parameters()), **graph.constants}
     mesh = build_mesh(plan.axes, timeout_s=8)
     executor = Executor(lower(plan, graph)[0], mesh, lambda name: tensors[name].detach())
     executor.step(batch)
     dist.barrier()
     if mesh.rank == 2:
-        if how == "dead":
+        if how != "slow":
             return "", 0.0  # its process ends
         time.sleep(18)
     start_s = time.monotonic()
@@ -275,7 +275,8 @@ def test_a_slow_server_is_named_on_every_rank():
 
 
 @pytest.mark.slow
-def test_a_dead_server_is_named_on_every_rank_that_is_left():
-    (first, first_s), (second, second_s), _ = run_ranks(fails, 3, "dead", timeout_s=250)
+@pytest.mark.parametrize("how", ["dead", "dead and apart"])
+def test_a_dead_server_is_named_on_every_rank_that_is_left(how: str):
+    (first, first_s), (second, second_s), _ = run_ranks(fails, 3, how, timeout_s=250)
     assert "to the server on rank 2 failed" in first and "to the server on rank 2 failed" in second
     assert max(first_s, second_s) < 30
