@@ -65,6 +65,7 @@ class Bounds:
         self.width = width
         self.optimizer_s = optimizer_s  # per element
         self.enough_s = float("inf")  # a bound that is no less says enough, and is not tightened
+        self._shares: dict[tuple[str, tuple[int, ...], int], dict[tuple[int, ...], tuple[np.ndarray, float]]] = {}
         self.spine = spine_of(outline)
         self.room = Room(outline, width, limit_bytes, self.spine)
 
@@ -217,21 +218,34 @@ class Bounds:
             costs = np.full(p, m * (main.seconds + again[name]))
             bound = max(bound, _least_whole(lambda t: _whole(t - spent, costs, caps).sum() >= main.count, bound, 2 * bound))
         if caps is not None and bound < self.enough_s and not self.spine.num_off:
-            known = np.array([
-                [s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()
-            ])  # fmt: skip
-            rest = np.array([s.rest_s for s in slots.each.values()])
-            counts = np.array([s.count for s in slots.each.values()])
-            whole = np.array([*(counts @ known), counts @ rest])
-            unit = max(whole[0] + whole[1] + whole[-1], 1e-30)
-            proportion = tuple(int(share) for share in np.round(paths.PARTS * np.minimum(whole / unit, paths.PARTS)))
-            times, sends = paths.weights(step.schedule, step.stage_ranks, m, proportion)  # [stage, kind]
+            bound = max(bound, self._paths_s(slots, step, sent_s))
+        return bound
+
+    def _paths_s(self, slots: Slots, step: Step, sent_s: float) -> float:
+        """What the paths through the schedule's order say. Their best shares are a linear program; those of blocks of other proportions, which are a bound
+        too, are tried before."""
+        known = np.array([[s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()])
+        rest = np.array([s.rest_s for s in slots.each.values()])
+        counts = np.array([s.count for s in slots.each.values()])
+
+        def bound_s(times: np.ndarray, sends: float) -> float:  # times[stage, kind]
             held = [times[:, 0] + (0.0 if slots.first_is_moved else times[:, 3]), times[:, 1] + (0.0 if slots.last_is_moved else times[:, 4])]
             held = [0.0 * own if is_moved else own for own, is_moved in zip(held, (slots.forward_is_moved, slots.backward_is_moved), strict=True)]
             held += [times[:, 2] + times[:, 5]] if step.is_split else []
             costs = times @ known.T + np.min(held, axis=0)[:, None] * rest  # [stage, pattern]
-            bound = max(bound, float(counts @ costs.min(axis=0)) + sends * sent_s)
-        return bound
+            return float(counts @ costs.min(axis=0)) + sends * sent_s
+
+        whole = np.array([*(counts @ known), counts @ rest])
+        unit = max(whole[0] + whole[1] + whole[-1], 1e-30)
+        proportion = tuple(int(share) for share in np.round(paths.PARTS * np.minimum(whole / unit, paths.PARTS)))
+        asked = (step.schedule, step.stage_ranks, step.num_micro_batches)
+        shares = self._shares.setdefault(asked, {})
+        if proportion not in shares:
+            best_s = max((bound_s(*each) for each in shares.values()), default=0.0)
+            if best_s >= self.enough_s:
+                return best_s
+            shares[proportion] = paths.weights(*asked, proportion)
+        return bound_s(*shares[proportion])
 
     def _share(self, blocks: Mapping[str, Least], step: Step, total: float, forward: float, backward: float) -> float:
         m, shards = step.num_micro_batches, step.shards

@@ -32,6 +32,7 @@ from autoplan.stagework import Work
 ENOUGH = 0.005  # the search ends once nothing left can be faster by more
 _FEW = 32  # cuts of a short model, which are all tried: the slowest stage alone does not say how long a step takes
 _NUM_DEALT = 3  # cuts that deal blocks out evenly
+_FAR = 1.3  # times of the memory, or of the best plan, beyond which one cut tells enough
 _NEAR = 1.1  # times of the best plan, within which a plan is looked at twice
 
 
@@ -150,11 +151,13 @@ class WorkOut:
             if not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
                 fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
-        tried = dict.fromkeys((cuts, *self._dealt(shape), *self._every(len(step.stage_ranks))))
-        return min(
-            (self.result(shape, storing, work, self._starts(each), best_s, is_bent=is_bent) for each in tried),
-            key=lambda r: (not r.fits, r.step_s if r.fits else r.memory.total, r.starts),
-        )
+        every = self._every(len(step.stage_ranks))
+        results = []
+        for each in dict.fromkeys((cuts, *self._dealt(shape), *every)):
+            results.append(self.result(shape, storing, work, self._starts(each), best_s, is_bent=is_bent))
+            if not every and (results[-1].memory.total > _FAR * self.shapes.limit_bytes or results[-1].step_s > _FAR * best_s):
+                break  # other cuts of as many blocks differ by less
+        return min(results, key=lambda r: (not r.fits, r.step_s if r.fits else r.memory.total, r.starts))
 
     def _starts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         numbers = self.shapes.outline.blocks
