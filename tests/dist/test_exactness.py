@@ -38,11 +38,12 @@ def check(outcome: Outcome, tolerance: float) -> None:
 
 
 def check_share(outcome: Outcome) -> None:
-    """Every rank holds, computes and sends what the plan says, and far less than the whole model."""
+    """Every rank holds, computes and sends what the plan says, and far less than the whole model: with stages less, since the best cut need not be even."""
     ranks = len(outcome.held)
+    has_stages = (outcome.case.constraints or {}).get("pp", 1) > 1
     for rank, held in enumerate(outcome.held):
         assert held.sent == held.planned_sent, f"{outcome.case}: rank {rank} sent {held.sent}, its program says {held.planned_sent}"
-        assert held.flops <= 0.85 * outcome.dense_flops, f"{outcome.case}: rank {rank} computes {held.flops} of {outcome.dense_flops}"
+        assert held.flops <= (0.97 if has_stages else 0.85) * outcome.dense_flops, f"{outcome.case}: rank {rank} computes {held.flops} of {outcome.dense_flops}"
         if outcome.case.constraints is not None:
             assert held.flops == pytest.approx(held.planned_flops, rel=0.02), f"{outcome.case}: rank {rank}"
             assert held.parameter_bytes == pytest.approx(held.planned_parameter_bytes, rel=0.02), f"{outcome.case}: rank {rank}"
