@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoplan.graph import Option
-from autoplan.layout import VARY, WHOLE, Kind, Layout, Split
+from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split
 from costmodel.opkey import CollectiveKind
 
 
@@ -214,6 +214,8 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
             uses.extend(_uses(move))
     sizes_saved = {(root, divided): problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved}
     saved_bytes = sum(sizes_saved.values())
+    # what is kept lies as it was made: a copy of it in another layout is made again
+    kept_forms = {(name, isinstance(lies[name], Split)) for name in kept if lies[name] != PARTIAL}
     keeping = [choice for choice in chosen if choice.kept]
     return BlockPoint(
         labels=tuple(choice.option.label for choice in chosen),
@@ -235,7 +237,7 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
         kept_s=sum(choice.forward_s for choice in keeping),
         kept_flops=sum(choice.flops for choice in keeping),
         kept_bytes=sum(kept.values()),
-        repeated_bytes=extra + sum(size for (root, _), size in sizes_saved.items() if root not in kept),
+        repeated_bytes=extra + sum(size for form, size in sizes_saved.items() if form not in kept_forms),
     )
 
 

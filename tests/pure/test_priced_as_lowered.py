@@ -31,6 +31,19 @@ def test_selective_recomputation_is_searched_at_the_price_of_its_program(how: di
     assert forecast_of(best, searcher).step_time_s == pytest.approx(told.step_time_s, rel=tolerance)
 
 
+@pytest.mark.parametrize("how", [dict(tensor="1.5d", tp=4), dict(tp=4), dict(tp=4, sequence_parallel=True)], ids=str)
+def test_what_selective_recomputation_makes_again_is_weighed_as_its_program_says(how: dict) -> None:
+    """A kept value that is read in another layout is gathered again, and then weighs as a whole."""
+    graph, cluster = decoder(2, 4, 8192), Cluster.parse("h100-sxm-80gb:1x4")
+    prices = AnalyticPrices(cluster)
+    asked = autoplan.Constraints(recompute="selective", pp=1, dp=1, cp=1, zero=0, micro_batch_size=1, **how)
+    searcher = Searcher(Task(graph, cluster, prices, asked, "adamw", "bf16", None))
+    outcome = searcher.run()
+    plan = plan_of(outcome.best(), searcher, outcome)
+    told = forecast(lower(plan, graph), plan, graph, prices, overlap=searcher.shapes.overlap)
+    assert forecast_of(outcome.best(), searcher).stages[0].memory.activations == pytest.approx(told.stages[0].memory.activations, rel=0.01)
+
+
 def test_sums_over_depth_are_searched_in_the_dtype_in_which_they_are_made() -> None:
     graph, cluster = decoder(1, 8, 64), Cluster.parse("h100-sxm-80gb:1x8")
     prices = AnalyticPrices(cluster)
