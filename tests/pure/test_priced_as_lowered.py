@@ -41,7 +41,7 @@ def test_what_selective_recomputation_makes_again_is_weighed_as_its_program_says
     outcome = searcher.run()
     plan = plan_of(outcome.best(), searcher, outcome)
     told = forecast(lower(plan, graph), plan, graph, prices, overlap=searcher.shapes.overlap)
-    assert forecast_of(outcome.best(), searcher).stages[0].memory.activations == pytest.approx(told.stages[0].memory.activations, rel=0.01)
+    assert forecast_of(outcome.best(), searcher).stages[0].memory.activations == pytest.approx(told.stages[0].memory.activations, rel=0.02)
 
 
 def test_sums_over_depth_are_searched_in_the_dtype_in_which_they_are_made() -> None:
