@@ -17,6 +17,7 @@ from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversio
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
 from autoplan.problem import BlockProblem, Choice, Item, Move, Use, Weight
+from autoplan.schemes import LINES
 from costmodel.opkey import CollectiveKind, RankGroup
 from runtime.instr import Instr
 from runtime.selective import is_kept
@@ -167,7 +168,7 @@ class BlockPricer:
 
 
 def _options(graph: Graph, op: Op, operands: tuple[str, ...], degree: int, forbidden: frozenset[int], scheme: str) -> tuple[Option, ...]:
-    more = gathered_loops(graph, op) if scheme not in ("1d", "1.5d") else ()
+    more = gathered_loops(graph, op) if scheme not in LINES else ()
     taken = forbidden | {graph.batch_factor}
     banned = {loop.label for loop in (*op.loops, *more) if loop.factor in taken or any(factor in taken for _, factor in loop.gathers)}
     given = [graph.values[name].kind != "activation" for name in operands]

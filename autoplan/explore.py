@@ -23,7 +23,7 @@ from autoplan.graph import options
 from autoplan.gridcheck import check_scheme, undivided
 from autoplan.ilp import OutOfTime
 from autoplan.outcome import Outcome, Result
-from autoplan.schemes import Axes
+from autoplan.schemes import LINES, Axes
 from autoplan.shapebounds import ShapeBounds, is_in_parts
 from autoplan.space import Shape, Space, space
 from autoplan.sync import check_sync
@@ -150,7 +150,7 @@ class Searcher:
         world = task.cluster.num_devices
         check_degrees(task.constraints, world, batch)
         check_scheme(task.constraints, world, batch, task.graph, outline.batch.body)
-        if task.constraints.tp is not None and task.constraints.tensor in (None, "1d", "1.5d"):
+        if task.constraints.tp is not None and task.constraints.tensor in (None, *LINES):
             self._check_tensor(task.constraints.tp)
         contexts = self.shapes.contexts.of(task.constraints, world)
         check_filled(task.constraints, world, contexts.cp)

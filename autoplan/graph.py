@@ -177,6 +177,13 @@ class Graph:
         return {name: tuple(where) for name, where in found.items()}
 
     @cached_property
+    def windowed(self) -> frozenset[int]:
+        """The factors of images and signals that windows run over: of all dimensions behind rows and channels of what such operators read and write. Domain
+        parallelism divides them (Gholami et al. 2018, arXiv 1712.04432, section 2.3)."""
+        windows = [op for op in self.ops if any(loop.lowering.startswith("runtime.halo_") for loop in op.loops)]
+        return frozenset(f for op in windows for name in (op.operands[0], *op.outputs) for dim in self.values[name].dims[2:] for f in dim)
+
+    @cached_property
     def _answers(self) -> dict[tuple, tuple[Op, tuple]]:
         return {}
 

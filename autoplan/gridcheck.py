@@ -37,6 +37,10 @@ def undivided(graph: Graph, body: Sequence[int], grid: Axes, among: Sequence[int
 def check_scheme(constraints: Constraints, world_size: int, batch: int, graph: Graph, body: Sequence[int]) -> None:
     """Raises InfeasibleError, with the nearest fix, where the ranks, the batch or the model do not divide as `constraints.tensor` asks."""
     scheme = constraints.tensor
+    if scheme == "domain" and not graph.windowed:
+        raise InfeasibleError(
+            "constraint tensor='domain' cannot be had: the model has no convolution or pooling over positions to divide. Use tensor='1d', or cp"
+        )
     if scheme not in SEARCHED:
         return
     form = _FORMS[scheme]

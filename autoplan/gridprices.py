@@ -2,6 +2,7 @@
 rows, operands gathered inside products. And which options of an operator a scheme leaves.
 
     2d, 2.5d   a product divides its output features and gathers the other operand, where it can; everything else is free
+    domain     windows and what lies between them divide positions (`Graph.windowed`); all else is whole
     1.5d       a product divides its output features, and these are gathered after it: other operators are whole, unless they weigh
 
 Of a parameter of n bytes (in what the feature axes leave) each reader moves all_gather n forward and reduce_scatter n backward, and
@@ -37,6 +38,8 @@ class Sent:
 def scheme_options(graph: Graph, op: Op, found: Sequence[Option], scheme: str) -> tuple[Option, ...]:
     """Those of an operator's options that a scheme leaves; all where it would leave none that divides."""
     dividing = [option for option in found if option.label != "whole" and not option.label.startswith("partial:")]
+    if scheme == "domain":
+        return tuple(o for o in found if o not in dividing or ((loop := loop_of(graph, op, o.label)) and loop.factor in graph.windowed))
     if scheme == "1.5d":
         outputs = [o for o in dividing if op.flops and len(op.operands) == 2 and (loop := loop_of(graph, op, o.label)) and _is_output(graph, op, loop)]
         free = op.flops or op.instr.target.startswith("aten.embedding.")  # a table may be the weight of a product too

@@ -28,7 +28,8 @@ Axes = tuple[tuple[str, int], ...]
 Role = Literal["rows", "gathered", "features"]
 
 ROLES: Mapping[str, Role] = {"tp": "features", "tpd": "rows", "tpx": "gathered", "tpy": "features", "tpz": "features"}
-SCHEMES = ("1d", "1.5d", "2d", "2.5d", "3d")
+SCHEMES = ("1d", "1.5d", "2d", "2.5d", "3d", "domain")
+LINES = ("1d", "1.5d", "domain")  # which have one tensor axis
 SEARCHED = ("2d", "2.5d", "3d")  # whose grids have axes of their own
 _JOIN = " | "
 
@@ -61,14 +62,14 @@ def row_unit(axes: Axes) -> int:
 
 
 def scheme_of(axes: Axes) -> str:
-    """The scheme that a mesh's axes spell; "1d" for the 1.5D too, whose axes are the same."""
+    """The scheme that a mesh's axes spell; "1d" for all that have one tensor axis."""
     names = tuple(name for name, _ in tensor_axes(axes))
     return {("tpx", "tpy"): "2d", ("tpd", "tpx", "tpy"): "2.5d", ("tpx", "tpy", "tpz"): "3d"}.get(names, "1d")
 
 
 def grids(scheme: str, degree: int) -> tuple[Axes, ...]:
     """Every way in which `degree` ranks form the grid of a scheme; none where they cannot."""
-    if scheme in ("1d", "1.5d"):
+    if scheme in LINES:
         return ((("tp", degree),),)
     if scheme == "2d":
         q = isqrt(degree)

@@ -32,7 +32,7 @@ from autoplan.price import Pricer, axis_group, compute_dtype, itemsize, precisio
 from autoplan.problem import Price
 from autoplan.replay import Step
 from autoplan.room import Counts
-from autoplan.schemes import Axes, feature_axes, scheme_of
+from autoplan.schemes import LINES, Axes, feature_axes, scheme_of
 from autoplan.searchcontexts import SearchedContexts
 from autoplan.space import RECOMPUTES, Inside, Shape, Storing, storings
 from autoplan.sync import is_served, servers_among
@@ -127,7 +127,7 @@ class ShapeBounds:
                 forbidden = frozenset(b.factor for b in self.outline.boundaries(shape.tp, None) if b.factor is not None)
             if shape.ep > 1:
                 forbidden |= self.contexts.expert_factors
-            scheme = "1.5d" if self.task.constraints.tensor == "1.5d" else scheme
+            scheme = asked if (asked := self.task.constraints.tensor) in LINES else scheme
             steady = Price(max(1, self.batch // shape.rows), self.optimizer_s / parameter_width(self.task.graph))
             self._choosers[shape.inside] = Chooser(
                 self.outline, shape.rows, shape.tensor, self.pricer, forbidden, steady, self.countdown.left_s, scheme, self.contexts.local(shape)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.constraints import Constraints
-from autoplan.schemes import SEARCHED, Axes, grids, row_unit, scheme_of
+from autoplan.schemes import LINES, SEARCHED, Axes, grids, row_unit, scheme_of
 from autoplan.sync import allows_mesh, is_served
 
 RECOMPUTES = ("none", "selective", "full")  # more time and less memory from left to right
@@ -166,7 +166,7 @@ def storings(constraints: Constraints) -> tuple[Storing, ...]:
 def _grids(constraints: Constraints, tp: int, rows: int) -> Iterator[Axes]:
     """The tensor axes of `tp` ranks for micro-batches of `rows` rows; () is the one axis "tp"."""
     asked = constraints.tensor
-    if asked in (None, "1d", "1.5d"):
+    if asked in (None, *LINES):
         yield ()
     if constraints.sequence_parallel or constraints.sync not in (None, "allreduce"):
         return

@@ -8,7 +8,7 @@ Every scheme takes the best plan of the whole space in which it is fixed, at the
     line        one line of all ranks of a stage: 1d without replicas
     1d .. 3d    `Constraints(tensor=...)` beside the other axes, sequences and images whole; of an image's loops 1d divides channels
     context     the best degree of "cp", everything else free
-    domain      of an image's loops positions alone are divided
+    domain      `Constraints(tensor="domain")`: of an image's loops positions alone are divided
     free        what the search takes when nothing is fixed
 """
 
@@ -35,7 +35,7 @@ from benchmarks.tensor.domain import captured, restricted
 from benchmarks.tensor.schemes import cluster_of, found, graph_of, mesh_of, wire_bytes
 
 Kind = Literal["features", "sequence", "image"]
-COLUMNS = ("data", "line", *SCHEMES, "context", "domain", "free")
+COLUMNS = ("data", "line", *(s for s in SCHEMES if s != "domain"), "context", "domain", "free")
 
 
 class Normed(nn.Module):
@@ -110,7 +110,7 @@ def candidates(name: str, kind: Kind, ranks: int) -> Iterator[tuple[str, autopla
         degrees = [1 << n for n in range(1, 6) if ranks % (1 << n) == 0] if kind == "sequence" else []
         yield from (("all", autoplan.Constraints(cp=degree)) for degree in degrees)
     elif name == "domain":
-        yield from [("positions", autoplan.Constraints())] if kind == "image" else []
+        yield from [("all", autoplan.Constraints(tensor="domain"))] if kind == "image" else []
     else:
         yield loops, autoplan.Constraints(tensor=name, **whole)
 

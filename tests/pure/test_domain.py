@@ -111,3 +111,18 @@ def test_images_whose_heights_do_not_divide_are_divided_where_that_is_best():
     splits = [label for block in plan.blocks for label in block.splits.values()]
     assert plan.degree("tp") == 4 and sum(label.startswith("x") for label in splits) >= len(plan.blocks), "125 steps of 4 rows on 4 ranks"
     assert any(use.kind == "send" and use.axis == "tp" for use in plan.collectives)
+
+
+def test_positions_alone_are_divided_where_that_is_asked_for() -> None:
+    graph = _graph(nn.Conv2d(2, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, 1, 1), shape=(2, 2, 32, 32))
+    plan = autoplan.find_plan(graph, cluster="h100-sxm-80gb:1x2", constraints=autoplan.Constraints(tensor="domain", tp=2), optimizer="sgd")
+    labels = {op.name: label for block in plan.blocks for op in graph.ops if (label := block.splits.get(op.name))}
+    loops = {op.name: {loop.label: loop.factor for loop in op.loops} for op in graph.ops}
+    divided = [loops[name][label] for name, label in labels.items() if not label.startswith("partial")]
+    assert divided and set(divided) <= graph.windowed
+
+
+def test_a_model_without_windows_has_no_positions() -> None:
+    graph = capture(Squares(nn.Linear(8, 8)), (torch.randn(4, 8),), check=False)
+    with pytest.raises(autoplan.InfeasibleError, match="no convolution or pooling"):
+        autoplan.find_plan(graph, cluster="cpu:1x2", constraints=autoplan.Constraints(tensor="domain"))
