@@ -215,7 +215,8 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
     sizes_saved = {(root, divided): problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved}
     saved_bytes = sum(sizes_saved.values())
     # what is kept lies as it was made: a copy of it in another layout is made again
-    kept_forms = {(name, isinstance(lies[name], Split)) for name in kept if lies[name] != PARTIAL}
+    made = {name: lies.get(name, WHOLE) for name in kept}  # in a cube they are another block's (autoplan/cubeprices.py), without a choice
+    kept_forms = {(name, isinstance(layout, Split)) for name, layout in made.items() if layout != PARTIAL}
     keeping = [choice for choice in chosen if choice.kept]
     return BlockPoint(
         labels=tuple(choice.option.label for choice in chosen),
