@@ -26,6 +26,7 @@ EXACT = {
         Setup(dp=2, zero=1, delay=1),
         Setup(dp=2, zero=3, compression="32bit", recompute="full", num_frozen=2),
         Setup(dp=2, compression="32bit", dtype="float32"),
+        Setup(dp=2, zero=2, compression="32bit", recompute="selective"),
     ],
     4: [
         Setup(dp=4, zero=2, compression="32bit", delay=1),
@@ -38,7 +39,7 @@ EXACT = {
     ],
 }
 LOSSY = {
-    2: [Setup(dp=2, zero=3, compression="1bit", num_micro_batches=1, num_layers=2)],
+    2: [Setup(dp=2, zero=3, compression="1bit", num_micro_batches=1, num_layers=2), Setup(dp=2, compression="1bit", recompute="selective", num_micro_batches=1, num_layers=2)],
     4: [
         Setup(dp=4, compression="1bit", num_micro_batches=1, num_layers=2),
         Setup(dp=2, tp=2, zero=1, compression="8bit", num_micro_batches=1, num_layers=2),
