@@ -39,7 +39,10 @@ EXACT = {
     ],
 }
 LOSSY = {
-    2: [Setup(dp=2, zero=3, compression="1bit", num_micro_batches=1, num_layers=2), Setup(dp=2, compression="1bit", recompute="selective", num_micro_batches=1, num_layers=2)],
+    2: [
+        Setup(dp=2, zero=3, compression="1bit", num_micro_batches=1, num_layers=2),
+        Setup(dp=2, compression="1bit", recompute="selective", num_micro_batches=1, num_layers=2),
+    ],
     4: [
         Setup(dp=4, compression="1bit", num_micro_batches=1, num_layers=2),
         Setup(dp=2, tp=2, zero=1, compression="8bit", num_micro_batches=1, num_layers=2),
