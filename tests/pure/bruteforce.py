@@ -18,19 +18,23 @@ from autoplan.errors import UsageError
 from autoplan.forecast import Forecast
 from autoplan.graph import Block, Graph, options
 from autoplan.layout import PARTIAL, Split
+from autoplan.load import Model
 from autoplan.lower import lower
 from autoplan.plan import BlockPlan, Plan, StagePlan
 from autoplan.price import Pricer
+from autoplan.rankmemory import by_rank, memories
+from autoplan.reading import Reader
 from autoplan.replay import Step
 from autoplan.search import search
 from autoplan.simulate import assemble
 from autoplan.space import RECOMPUTES, Shape, space
-from autoplan.workload import load_of, model_of
+from autoplan.workload import load_of
 from costmodel.cluster import Cluster
 from costmodel.opkey import Collective, OpKey, OpTime
 from runtime.program import Program
 
 ASKED = Constraints(tensor="1d")  # grids of tensor axes are left out
+_MODEL = Model(1, 1, "float32", 1.0)  # which no time and no memory depends on
 NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
 
 
@@ -113,30 +117,88 @@ def instance(seed: int) -> Instance:
 
 
 def least_step_s(case: Instance) -> float:
-    """Seconds of the fastest executable plan that fits; infinity where none does."""
-    outline = Outline(case.graph)
-    found = space(case.cluster.num_devices, case.graph.batch_size or 1, len(outline.blocks), ASKED, can_micro_batch=outline.batch.blocker is None)
-    pricer = Pricer(case.prices, None)
-    return min((step_s for shape in found.shapes for step_s in _of_shape(case, outline, pricer, shape)), default=float("inf"))
+    """Seconds of the fastest executable plan that fits; infinity where none does.
+
+    Each plan is lowered once for all schedules, ZeRO stages and recomputations, none of which changes what a stage runs. It is not replayed where the
+    passes of a rank, without gathers, sums, transfers and idle times, already take as long as the fastest plan so far; and not lowered where its blocks
+    do: a block takes what it took in another plan with the same splits of its operators and layouts at its ends, which every lowered plan is checked for.
+    """
+    graph, outline, pricer = case.graph, Outline(case.graph), Pricer(case.prices, None)
+    found = space(case.cluster.num_devices, graph.batch_size or 1, len(outline.blocks), ASKED, can_micro_batch=outline.batch.blocker is None)
+    alike: dict[tuple, list[Shape]] = {}
+    for shape in sorted(found.shapes, key=lambda shape: shape.tp):  # few splits first, so that there is soon a fast plan
+        alike.setdefault((shape.axes, shape.rows, shape.stage_ranks), []).append(shape)
+    least_s = float("inf")
+    known: dict[tuple, float] = {}
+    for shapes in alike.values():
+        shape = shapes[0]
+        for plan in _plans(case, outline, shape):
+            keys = _keys(graph, plan)
+            busy = [0.0] * shape.pp
+            for stage in plan.stages:
+                busy[stage.rank] += shape.num_micro_batches * sum(known.get(key, 0.0) for key in keys[stage.start : stage.stop])
+            if max(busy) * (1 - 1e-9) >= least_s:
+                continue
+            try:
+                programs = lower(plan, graph)
+            except (AssertionError, UsageError):
+                continue  # some operator cannot read what another one makes
+            for key, spent_s in zip(keys, _blocks_s(programs, graph, pricer), strict=True):
+                assert abs(spent_s - known.setdefault(key, spent_s)) <= 1e-9 * spent_s, "a block's seconds depend on what is outside of it"
+            if all(_is_in_pieces(programs, number) for number, stage in enumerate(plan.stages) if stage.gathers):  # else it is another plan's program
+                least_s = min(least_s, _least_of(case, programs, shapes, pricer, least_s))
+    return least_s
 
 
-def _of_shape(case: Instance, outline: Outline, pricer: Pricer, shape: Shape) -> Iterator[float]:
-    graph, blocks = case.graph, len(case.graph.blocks)
-    cuts = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), len(shape.stage_ranks) - 1)]
-    for blocks_plans, starts in itertools.product(_block_plans(outline, shape.tp), cuts):
-        plan = _plan(case, shape, blocks_plans, starts)
-        try:
-            programs = lower(plan, graph)
-        except (AssertionError, UsageError):
-            continue  # some operator cannot read what another one makes
-        model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, shape.tp, None)
-        for recompute in RECOMPUTES:
-            loads = tuple(load_of(p, stage, graph, pricer) for p, stage in _stages(programs, recompute))
-            for zero in (0, 1, 2, 3) if shape.dp > 1 else (0,):
-                step = Step(shape.axes, shape.schedule, shape.num_micro_batches, zero, None, "adamw", None, programs[0].stage_ranks)
-                told = assemble(loads, step, model, pricer, with_events=False)
-                if told.peak_memory_bytes <= case.prices.limit_bytes:
-                    yield told.step_time_s
+def _is_in_pieces(programs: tuple[Program, ...], number: int) -> bool:
+    """Whether a stage receives something in pieces."""
+    return any(t.pieces is not None for p in programs for stage in p.stages if stage.index == number for body in stage.bodies for t in body.receives)
+
+
+def _plans(case: Instance, outline: Outline, shape: Shape) -> Iterator[Plan]:
+    """Every way to divide the operators and to cut the stages, and for each stage whether it gets what tensor ranks hold alike in pieces."""
+    blocks, num_stages = len(case.graph.blocks), len(shape.stage_ranks)
+    cuts = [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), num_stages - 1)]
+    values = case.graph.values
+    for plans in _block_plans(outline, shape.tp):
+        alike = any(lies == "whole" and values[name].requires_grad and shape.tp > 1 for plan in plans for name, lies in plan.boundary.items())
+        ways = itertools.product((False, True) if alike else (False,), repeat=num_stages - 1)
+        for starts, gathers in itertools.product(cuts, ways):
+            yield _plan(case, shape, plans, starts, (False, *gathers))
+
+
+def _keys(graph: Graph, plan: Plan) -> list[tuple]:
+    """What each block's seconds depend on."""
+    of_pattern = {block.pattern: (tuple(block.splits.items()), tuple(block.boundary.items())) for block in plan.blocks}
+    return [(block.name, plan.axes, plan.micro_batch_size, of_pattern[block.pattern]) for block in graph.blocks]
+
+
+def _blocks_s(programs: tuple[Program, ...], graph: Graph, pricer: Pricer) -> list[float]:
+    """Seconds of every block, both passes of a micro-batch."""
+    found: dict[str, float] = {}
+    stages = [(program, stage, body) for program in programs for stage in program.stages for body in stage.bodies]
+    for program, stage, body in stages:
+        reader = Reader(program, stage, body, graph, pricer)
+        for code in body.blocks:
+            tally = reader.block(code)
+            found[code.name] = tally.forward_s + tally.forward_moved_s + tally.backward_s + tally.backward_moved_s
+    return [found[block.name] for block in graph.blocks]
+
+
+def _least_of(case: Instance, programs: tuple[Program, ...], shapes: list[Shape], pricer: Pricer, known_s: float) -> float:
+    """Seconds of the fastest plan of these programs that fits and is faster than `known_s`; infinity where there is none."""
+    least_s, stage_ranks = float("inf"), programs[0].stage_ranks
+    for recompute in RECOMPUTES:  # what is run again adds time
+        loads = tuple(load_of(p, stage, case.graph, pricer) for p, stage in _stages(programs, recompute))
+        busy_s = shapes[0].num_micro_batches * max(sum(load.slot_s for load in loads if stage_ranks[load.index] == rank) for rank in stage_ranks)
+        if busy_s >= known_s:
+            break
+        for shape, zero in itertools.product(shapes, (0, 1, 2, 3) if shapes[0].dp > 1 else (0,)):
+            if busy_s < least_s:
+                step = Step(shape.axes, shape.schedule, shape.num_micro_batches, zero, None, "adamw", None, stage_ranks)
+                if max(memory.total for memory in by_rank(memories(loads, step), stage_ranks)) <= case.prices.limit_bytes:
+                    least_s = min(least_s, assemble(loads, step, _MODEL, pricer, with_events=False).step_time_s)
+    return least_s
 
 
 def _stages(programs: tuple[Program, ...], recompute: str):
@@ -180,10 +242,10 @@ def _labels(graph: Graph, block: Block, degree: int) -> list[tuple[str, ...]]:
     return list(itertools.product(*choices))
 
 
-def _plan(case: Instance, shape: Shape, blocks: tuple[BlockPlan, ...], starts: tuple[int, ...]) -> Plan:
+def _plan(case: Instance, shape: Shape, blocks: tuple[BlockPlan, ...], starts: tuple[int, ...], gathers: tuple[bool, ...]) -> Plan:
     graph = case.graph
-    each = zip(shape.stage_ranks, itertools.pairwise(starts), strict=True)
-    stages = tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank) for rank, (a, b) in each)
+    each = zip(shape.stage_ranks, itertools.pairwise(starts), gathers, strict=True)
+    stages = tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank, in_pieces) for rank, (a, b), in_pieces in each)
     return Plan(
         model=graph.name, model_fingerprint=graph.fingerprint, cluster=case.cluster.name, cluster_fingerprint="", global_batch=graph.batch_size or 1,
         micro_batch_size=shape.rows, num_micro_batches=shape.num_micro_batches, axes=shape.axes, zero=0, zero_group=None, schedule=shape.schedule,
