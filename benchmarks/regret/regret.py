@@ -2,7 +2,8 @@
 
     python benchmarks/regret/regret.py [--num 300] [--first 0] [CASE...]
 
-Random legal constraints, each planned and forecast. One line of JSON a case, and one for every plan that is better than (1 - gap) times the chosen one.
+Random legal constraints, each planned and forecast, until `num` of them have a plan: what cannot be had is counted apart. One line of JSON after every 25, and
+one for every plan that is better than (1 - gap) times the chosen one. Searches share prices and integer programs (sharing.py).
 Constraints that ask for another result or another arrangement (sync, staleness, servers, delay, compression, placement) are left out: they are modes, not
 plans of the space. `first`: the number of the first drawn constraints, to go on where another run ended.
 """
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sharing import shared_searches
 
 from autoplan import AutoplanError, Constraints, Plan, capture, find_plan
 from autoplan.api import load_cluster
 from autoplan.graph import Graph
 from autoplan.modelsource import BatchSizes, Source, from_config, load
+from autoplan.schemes import LINES, grids
 from autoplan.space import divisors
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
+
+_TOLD_EVERY = 25
+_SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb", "zbv"]
+_LEAST_CHUNKS = {"interleaved": 2, "zbv": 2}
 
 
 def _experts(rows: int, seq: int) -> Source:
@@ -53,11 +61,12 @@ class Case:
     cluster: str
     rows: int
     seq: int | None
+    has_experts: bool = False
 
 
 CASES = {
     "gpt2-a100": Case(_preset("gpt2"), "a100-sxm-80gb:1x8", 64, 1024),
-    "mixtral-a100": Case(_experts, "a100-sxm-80gb:2x4", 32, 2048),
+    "mixtral-a100": Case(_experts, "a100-sxm-80gb:2x4", 32, 2048, has_experts=True),
     "resnet50-v100": Case(_preset("resnet50"), "v100-sxm2-32gb:2x4", 256, None),
     "gpt2-mixed": Case(_preset("gpt2"), str(Path(__file__).parent / "mixed8.yaml"), 32, 1024),
 }
@@ -83,13 +92,13 @@ def ready(case: Case) -> Setting:
 
 
 def random_constraints(setting: Setting, draw: random.Random) -> Constraints:
-    """A legal mesh, and some of the other fields."""
+    """A legal mesh, and some of the other fields as they can stand beside it."""
     world, rows = setting.cluster.num_devices, setting.case.rows
     blocks = len(setting.graph.blocks)
     while True:
         tp = draw.choice([d for d in divisors(world) if d <= 16])
         cp = draw.choice([1, 1, 1, 2, 4]) if setting.case.seq else 1
-        ep = draw.choice([1, 1, 2, 4])
+        ep = draw.choice([1, 1, 2, 4]) if setting.case.has_experts else 1
         pp = draw.choice([d for d in divisors(world) if d <= blocks])
         if world % (tp * cp * ep * pp) == 0 and rows % (world // (tp * cp * pp)) == 0:
             break
@@ -105,11 +114,12 @@ def random_constraints(setting: Setting, draw: random.Random) -> Constraints:
     if draw.random() < 0.6:
         fields["recompute"] = draw.choice(["none", "selective", "full"])
     if pp > 1 and draw.random() < 0.7:
-        fields["schedule"] = draw.choice(["gpipe", "1f1b", "interleaved", "zb", "zbv"])
+        found = _SCHEDULES[:2] if len(setting.cluster.groups) > 1 else [name for name in _SCHEDULES if pp * _LEAST_CHUNKS.get(name, 1) <= blocks]
+        fields["schedule"] = draw.choice(found)
         if fields["schedule"] == "interleaved" and draw.random() < 0.7:
-            fields["num_chunks"] = draw.choice([2, 3, 4])
+            fields["num_chunks"] = draw.choice([n for n in (2, 3, 4) if pp * n <= blocks])
     if tp > 1 and draw.random() < 0.5:
-        fields["tensor"] = draw.choice(["1d", "1.5d", "2d", "2.5d", "3d"])
+        fields["tensor"] = draw.choice([scheme for scheme in ("1d", "1.5d", "2d", "2.5d", "3d") if scheme in LINES or (cp == ep == 1 and grids(scheme, tp))])
     if tp > 1 and fields.get("tensor", "1d") == "1d" and draw.random() < 0.5:
         fields["sequence_parallel"] = draw.choice([True, False])
     layers = sum(block.layer for block in setting.graph.blocks)
@@ -122,14 +132,16 @@ def random_constraints(setting: Setting, draw: random.Random) -> Constraints:
 
 
 def regret(name: str, case: Case, num: int, first: int) -> None:
+    """Draws until `num` constraints have a plan."""
     setting = ready(case)
     chosen = setting.plan(Constraints())
     best_s = chosen.forecast.step_time_s
-    better = 0
+    better, number = 0, first
     slower: list[float] = []
     refused: Counter[str] = Counter()
-    for number in range(first, first + num):
+    while len(slower) < num:
         constraints = random_constraints(setting, random.Random(f"{name} {number}"))
+        number += 1
         try:
             plan = setting.plan(constraints)
         except AutoplanError as error:
@@ -139,16 +151,20 @@ def regret(name: str, case: Case, num: int, first: int) -> None:
         wrong = plan.forecast.step_time_s < best_s * (1 - chosen.gap) * (1 - 1e-9)
         better += wrong
         if wrong:
-            told = {"case": name, "number": number, "asked": _fields(constraints), "step_s": plan.forecast.step_time_s, "times": slower[-1]}
+            told = {"case": name, "number": number - 1, "asked": _fields(constraints), "step_s": plan.forecast.step_time_s, "times": slower[-1]}
             print(json.dumps(told | _why(plan)), flush=True)
-    slower.sort()
-    told = {
-        "case": name, "chosen": dict(chosen.axes) | {"zero": chosen.zero, "rows": chosen.micro_batch_size, "schedule": chosen.schedule}, "step_s": best_s,
-        "gap": chosen.gap, "asked": num, "have_a_plan": len(slower), "refused": sum(refused.values()), "better_than_the_gap_allows": better,
-        "fastest_other": slower[0] if slower else None, "median_other": slower[len(slower) // 2] if slower else None,
+        if len(slower) % _TOLD_EVERY == 0 or len(slower) == num:
+            print(json.dumps(_summary(name, chosen, number, slower, refused, better)), flush=True)
+
+
+def _summary(name: str, chosen: Plan, number: int, slower: list[float], refused: Counter[str], better: int) -> dict[str, Any]:
+    found = sorted(slower)
+    return {
+        "case": name, "chosen": dict(chosen.axes) | {"zero": chosen.zero, "rows": chosen.micro_batch_size, "schedule": chosen.schedule},
+        "step_s": chosen.forecast.step_time_s, "gap": chosen.gap, "next": number, "have_a_plan": len(found), "refused": sum(refused.values()),
+        "better_than_the_gap_allows": better, "fastest_other": found[0], "median_other": found[len(found) // 2], "cpu_s": round(time.process_time()),
         "space": sorted(chosen.space), "why_refused": dict(refused.most_common(8)),
-    }  # fmt: skip
-    print(json.dumps(told | _why(chosen)), flush=True)
+    } | _why(chosen)  # fmt: skip
 
 
 def _fields(constraints: Constraints) -> dict[str, Any]:
@@ -167,4 +183,5 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     torch.set_num_threads(1)
     for case_name in asked.cases or CASES:
-        regret(case_name, CASES[case_name], asked.num, asked.first)
+        with shared_searches():
+            regret(case_name, CASES[case_name], asked.num, asked.first)
