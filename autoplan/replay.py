@@ -124,6 +124,16 @@ class Durations:
         return sum(seconds for _, _, seconds in self.late)
 
 
+@dataclass(frozen=True)
+class Unlike(Durations):
+    """Of micro-batches of unlike size: those of `each`, and their means."""
+
+    each: tuple[Durations, ...] = ()
+
+    def of(self, action: Action, num_micro_batches: int) -> float:
+        return self.each[action.micro_batch].of(action, num_micro_batches)
+
+
 def stage_widths(load: StageLoad, step: Step) -> Widths:
     return widths(step.precision, step.optimizer, load.parameter_width)
 
@@ -245,8 +255,10 @@ class Timeline:
     busy_s: tuple[float, ...]
 
 
-def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer) -> Timeline:
-    """Run the schedule: the module's recurrences."""
+def replay(
+    loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Step, pricer: Pricer, *, meetings_s: Mapping[Action, float] | None = None
+) -> Timeline:
+    """Run the schedule: the module's recurrences. Actions of `meetings_s` end no earlier than that: others take part in them."""
     m = step.num_micro_batches
     plan = order(step.schedule, step.stage_ranks, m)
     forward: dict[tuple[int, int], float] = {}
@@ -283,7 +295,7 @@ def replay(loads: tuple[StageLoad, ...], times: tuple[Durations, ...], step: Ste
                     break
                 start = max([free[rank], *(time for time in needed if time is not None)])
                 seconds = times[s].of(action, m)
-                end = start + seconds
+                end = max(start + seconds, (meetings_s or {}).get(action, 0.0))
                 free[rank], busy[rank] = end, busy[rank] + seconds
                 done.append((action, start, end))
                 for dst, duration in outgoing[kind].get(s, ()):

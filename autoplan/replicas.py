@@ -7,7 +7,8 @@ A replica is the pipeline of one data rank. Replicas with the same devices and r
     step                                  = max over r of (max over i of E_i(r) + max over i of X_i(r))
 
 Under ZeRO-2 and -3, gradients or parameters move with every micro-batch, so that replicas run in step: each action takes as long as on the
-slowest class. A tensor-parallel group runs at the pace of its slowest device. Micro-batches of unlike size count with their mean time.
+class that is slowest with its rows of that micro-batch. Under ZeRO-1 they meet in the first forward pass of a stage and in its last backward pass, which
+end for all when they end for the slowest. A tensor-parallel group runs at the pace of its slowest device.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from autoplan.forecast import Event, Forecast, StageForecast
 from autoplan.graph import Graph
 from autoplan.load import Model, StageLoad
 from autoplan.price import Pricer, axis_group
-from autoplan.replay import Durations, Step, durations, late_s, replay
+from autoplan.replay import Durations, Step, Timeline, Unlike, durations, late_s, replay
 from autoplan.simulate import LATE, MAX_EVENTS, assemble
 from autoplan.workload import load_of
 from costmodel.prices import Prices
+from runtime.action import Action
 from runtime.program import Program
 
 Kind = tuple[float, ...]  # devices that prices do not tell apart have equal kinds
@@ -95,8 +97,8 @@ def forecast_replicas(
 ) -> Forecast:
     """The forecast of the step; every stage's figures are those of its slowest class, its memory that of the fullest for its device."""
     lanes = _lanes(programs, classes, graph, prices, step, precision)
-    told = [assemble(lane.loads, step, model, lane.pricer, times=lane.times) for lane in lanes]
-    lines = [replay(lane.loads, lane.times, step, lane.pricer) for lane in lanes]
+    lines = _lines(lanes, step)
+    told = [assemble(lane.loads, step, model, lane.pricer, times=lane.times, line=line) for lane, line in zip(lanes, lines, strict=True)]
     ranks = range(step.degree("pp"))
     ends = [max(line.end_s[r] for line in lines) for r in ranks]
     tails = [max(sum(t.tail_s for s, t in enumerate(lane.times) if step.stage_ranks[s] == r) for lane in lanes) for r in ranks]
@@ -121,10 +123,32 @@ def forecast_replicas(
     )
 
 
+def _lines(lanes: Sequence[_Lane], step: Step) -> list[Timeline]:
+    """What becomes of every class, where those that meet wait for each other."""
+    met: dict[Action, float] = {}
+    while True:
+        lines = [replay(lane.loads, lane.times, step, lane.pricer, meetings_s=met) for lane in lanes]
+        ends: dict[Action, float] = {}
+        for action, _, end in (done for line in lines for done in line.actions if _meets(done[0], step)):
+            ends[action] = max(ends.get(action, 0.0), end)
+        if ends == met:
+            return lines
+        met = ends
+
+
+def _meets(action: Action, step: Step) -> bool:
+    """Whether ranks of all classes have to come to an action under ZeRO-1, or where the backward pass is split."""
+    if not step.zero or step.shards == 1:
+        return False
+    if action.kind == "F":
+        return action.micro_batch == 0 and step.shards == step.degree("dp")
+    return action.kind == ("BW" if step.is_split else "B") and action.micro_batch == step.num_micro_batches - 1
+
+
 def _lanes(programs: Sequence[Program], classes: Sequence[Replica], graph: Graph, prices: Prices, step: Step, precision: str | None) -> tuple[_Lane, ...]:
     pricers: dict[int, Pricer] = {}
     stages = sorted(((stage, program) for program in programs for stage in program.stages), key=lambda item: item[0].index)
-    found = []
+    found, told = [], []
     for replica in classes:
         loads, times = [], []
         for stage, program in stages:
@@ -132,12 +156,13 @@ def _lanes(programs: Sequence[Program], classes: Sequence[Replica], graph: Graph
             pricer = pricers.setdefault(rank, Pricer(prices, precision, rank, overlap=step.overlap))
             by_rows = {rows: load_of(program, stage, graph, pricer, rows) for rows in dict.fromkeys(replica.rows)}
             loads.append(by_rows[max(by_rows)])
-            times.append(_mean([durations(by_rows[rows], step, pricer) for rows in replica.rows]))
+            times.append([durations(by_rows[rows], step, pricer) for rows in replica.rows])
         base = replica.devices[0]
-        found.append(_Lane(replica, tuple(loads), tuple(times), pricers.setdefault(base, Pricer(prices, precision, base, overlap=step.overlap))))
+        told.append(times)
+        found.append(_Lane(replica, tuple(loads), tuple(map(_mean, times)), pricers.setdefault(base, Pricer(prices, precision, base, overlap=step.overlap))))
     if step.zero < 2 or step.shards == 1:
         return tuple(found)
-    together = tuple(_slowest([lane.times[s] for lane in found]) for s in range(len(stages)))
+    together = tuple(_mean([_slowest(alike) for alike in zip(*of_stage, strict=True)]) for of_stage in zip(*told, strict=True))
     return tuple(replace(lane, times=together) for lane in found)
 
 
@@ -145,7 +170,8 @@ PASSES = ("forward_s", "first_forward_s", "backward_s", "last_backward_s", "weig
 
 
 def _mean(times: Sequence[Durations]) -> Durations:
-    return replace(times[0], **{name: sum(getattr(t, name) for t in times) / len(times) for name in PASSES})
+    means = {name: sum(getattr(t, name) for t in times) / len(times) for name in PASSES}
+    return Unlike(**means, tail=times[0].tail, late=times[0].late, each=tuple(times))
 
 
 def _slowest(times: Sequence[Durations]) -> Durations:

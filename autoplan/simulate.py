@@ -30,11 +30,19 @@ MAX_EVENTS = 2000  # kept of a step, so that plan files stay small
 
 
 def assemble(
-    loads: tuple[StageLoad, ...], step: Step, model: Model, pricer: Pricer, *, times: tuple[Durations, ...] | None = None, with_events: bool = True
+    loads: tuple[StageLoad, ...],
+    step: Step,
+    model: Model,
+    pricer: Pricer,
+    *,
+    times: tuple[Durations, ...] | None = None,
+    line: Timeline | None = None,
+    with_events: bool = True,
 ) -> Forecast:
-    """The forecast of a step from the loads of its stages, on the ranks that share a pipeline with `pricer.device`; `times` where they are known."""
+    """The forecast of a step from the loads of its stages, on the ranks that share a pipeline with `pricer.device`; `times` and what they make of the
+    step where they are known."""
     times = times or tuple(durations(load, step, pricer) for load in loads)
-    line = replay(loads, times, step, pricer)
+    line = line or replay(loads, times, step, pricer)
     tails, kept = tails_s(times, step), memories(loads, step)
     step_s = max(late_s(times, step), *(end + tail for end, tail in zip(line.end_s, tails, strict=True)))
     line_of = axis_group(step.axes, "pp", pricer.device)

@@ -28,6 +28,9 @@ _T5 = dict(vocab_size=VOCAB, d_model=HIDDEN, d_ff=FFN, d_kv=8, num_layers=LAYERS
 _T5 |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 _VISION = dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=FFN, image_size=32, patch_size=8, num_labels=CLASSES)
 _VISION |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attention_dropout=0.0, drop_path_rate=0.0)
+_SOUND = _WORDS | _QUIET | dict(conv_dim=(16, 16), conv_stride=(4, 2), conv_kernel=(8, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+_SOUND |= dict(num_feat_extract_layers=2, mask_time_prob=0.0, layerdrop=0.0, num_labels=CLASSES, feat_proj_dropout=0.0, classifier_proj_size=16)
+_TOWERS = dict(text_config=_WORDS | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), vision_config={k: v for k, v in _VISION.items() if k != "num_labels"})
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba (state space)": Architecture(
         "words", "MambaForCausalLM", dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, state_size=4, use_cache=False)
     ),
+    "deepseek-v2 (MLA, experts)": _decoder(
+        "DeepseekV2ForCausalLM",
+        q_lora_rank=None,
+        kv_lora_rank=12,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        topk_method="greedy",
+        moe_intermediate_size=40,
+        num_key_value_heads=4,
+    ),
+    "mamba2 (state space)": Architecture(
+        "words",
+        "Mamba2ForCausalLM",
+        dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, state_size=4, num_heads=8, head_dim=8, n_groups=2, chunk_size=4, use_cache=False),
+    ),
+    "recurrent gemma (linear recurrence)": _decoder(
+        "RecurrentGemmaForCausalLM", num_hidden_layers=3, lru_width=HIDDEN, attention_window_size=4, num_key_value_heads=1, head_dim=8
+    ),
     "gpt2 (sequence classes)": Architecture("sequence", "GPT2ForSequenceClassification", _GPT | dict(num_labels=CLASSES)),
     # encoders
     "bert": Architecture("words", "BertForMaskedLM", _ENCODER),
@@ -160,6 +186,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "SwinForImageClassification",
         dict(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=CLASSES, drop_path_rate=0.0),
     ),
+    "swinv2 (windows)": Architecture(
+        "images",
+        "Swinv2ForImageClassification",
+        dict(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=CLASSES, drop_path_rate=0.0),
+    ),
     "convnext": Architecture(
         "images", "ConvNextForImageClassification", dict(hidden_sizes=[16, 32], depths=[1, 2], num_stages=2, num_labels=CLASSES, drop_path_rate=0.0)
     ),
@@ -179,25 +210,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     # sound
-    "wav2vec2": Architecture(
-        "sound",
-        "Wav2Vec2ForSequenceClassification",
-        _WORDS
-        | _QUIET
-        | dict(conv_dim=(16, 16), conv_stride=(4, 2), conv_kernel=(8, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
-        | dict(num_feat_extract_layers=2, mask_time_prob=0.0, layerdrop=0.0, num_labels=CLASSES, feat_proj_dropout=0.0, classifier_proj_size=16),
-    ),
+    "wav2vec2": Architecture("sound", "Wav2Vec2ForSequenceClassification", _SOUND),
+    "wavlm (relative positions)": Architecture("sound", "WavLMForSequenceClassification", _SOUND | dict(num_buckets=8, max_bucket_distance=16)),
     "audio spectrogram transformer": Architecture("spectrum", "ASTForAudioClassification", _VISION | dict(num_mel_bins=16, max_length=24)),
     "whisper": Architecture("speech", "WhisperForConditionalGeneration", _BART | dict(num_mel_bins=16, max_source_positions=12, max_target_positions=64)),
     # two towers
-    "clip (contrastive)": Architecture(
-        "two towers",
-        "CLIPModel",
-        dict(text_config=_WORDS | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), vision_config={k: v for k, v in _VISION.items() if k != "num_labels"}),
-    ),
-    "siglip": Architecture(
-        "two towers",
-        "SiglipModel",
-        dict(text_config=_WORDS | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), vision_config={k: v for k, v in _VISION.items() if k != "num_labels"}),
-    ),
+    "clip (contrastive)": Architecture("two towers", "CLIPModel", _TOWERS),
+    "chinese-clip": Architecture("two towers", "ChineseCLIPModel", _TOWERS),
+    "siglip": Architecture("two towers", "SiglipModel", _TOWERS),
 }

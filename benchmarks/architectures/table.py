@@ -39,6 +39,7 @@ from tests.plans import manual_plan
 Row = dict[str, str]
 Plans = dict[str, Callable[[Graph], Plan]]
 _LIMIT_S = 5.0  # of a search
+_ONE_LAUNCH = 3  # models: process groups stay until a rank ends, and each of them costs its hosts a thread
 
 
 def _searched(graph: Graph) -> Plan:
@@ -159,8 +160,8 @@ def main() -> None:
     names = options.names or [name for name in ARCHITECTURES if _lacking(known.get(name, {}), columns)][: options.models]
     while names:
         try:
-            run_ranks(rows, options.ranks, names, columns, str(file), timeout_s=60.0 * options.ranks * len(names))
-            names = []
+            run_ranks(rows, options.ranks, names[:_ONE_LAUNCH], columns, str(file), timeout_s=60.0 * options.ranks * _ONE_LAUNCH)
+            names = names[_ONE_LAUNCH:]
         except RuntimeError as error:  # a rank crashed: with the first model that has no row yet
             known = json.loads(file.read_text()) if file.exists() else {}
             failed = next(name for name in names if _lacking(known.get(name, {}), columns))

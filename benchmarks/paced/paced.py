@@ -2,6 +2,7 @@
 
     python benchmarks/paced/paced.py schedules [DEVICES...]               every schedule: forecast and measured step
     python benchmarks/paced/paced.py plans MODEL:DEVICES... [--num 60]    the chosen plan and a sample of others: errors, Kendall's tau, regret
+    python benchmarks/paced/paced.py draw MODEL:DEVICES... --folder F     the same plans, kept in F and not measured: `plans` takes them from there
 
 DEVICES: a file in benchmarks/paced/devices without its ending, a path, or `drawn:RANKS:SEED` (devices.py). One line of JSON for every plan and case.
 With `--folder F` what was measured is kept in F: the same command goes on with other plans.
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import pickle
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -43,6 +45,11 @@ class How:
     @property
     def label(self) -> str:
         return f"{self.slower:g}{'' if self.slack_s < math.inf else '-unslept'}{f'-{self.wire_mbit}-mbit' if self.wire_mbit else ''}"
+
+    def file(self, case: str, kind: str) -> Path | None:
+        """Where what is known of a case is kept: "jsonl", what was measured; "plans", of which the clock of the ranks knows nothing."""
+        label = self.label if kind == "jsonl" else f"{self.slower:g}"
+        return self.folder / f"{case.replace(':', '-').replace('/', '-')}-{label}.{kind}" if self.folder else None
 
     @contextmanager
     def pool(self, setting: Setting) -> Iterator[Ranks]:
@@ -88,11 +95,12 @@ def schedules(devices: Iterable[str], how: How) -> None:
 def plans(case: str, num: int, how: How) -> None:
     """The chosen plan and `num - 1` others."""
     setting, end_s = ready(*case.split(":", 1), slower=how.slower), time.monotonic() + how.most_s
-    log = how.folder / f"{case.replace(':', '-').replace('/', '-')}-{how.label}.jsonl" if how.folder else None
+    log = how.file(case, "jsonl")
     rows: list[Row] = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
-    chosen = setting.plan()
+    kept = _kept(case, how)
+    chosen = kept[0][1] if kept else setting.plan()
     with how.pool(setting) as pool:
-        for name, plan in _others(setting, chosen, num, seed=len(rows)):
+        for name, plan in kept or _others(setting, chosen, num, seed=len(rows)):
             if len(rows) >= num or time.monotonic() > end_s:
                 break
             if all(row["plan"] != name for row in rows):
@@ -101,6 +109,28 @@ def plans(case: str, num: int, how: How) -> None:
                     log.parent.mkdir(parents=True, exist_ok=True)
                     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(json.dumps(summary(case, described(chosen), rows)), flush=True)
+
+
+def draw(case: str, num: int, how: How) -> None:
+    """Keep plans for `plans`, chosen first."""
+    setting, end_s, kept = ready(*case.split(":", 1), slower=how.slower), time.monotonic() + how.most_s, _kept(case, how)
+    file = how.file(case, "plans")
+    if file is None:
+        sys.exit("draw keeps plans in --folder: name one")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    chosen = kept[0][1] if kept else setting.plan()
+    for name, plan in _others(setting, chosen, num, seed=len(kept)):
+        if all(name != known for known, _ in kept):
+            kept.append((name, plan))
+            file.write_bytes(pickle.dumps(kept))
+        if len(kept) >= num or time.monotonic() > end_s:
+            break
+    print(f"{case}: {len(kept)} plans")
+
+
+def _kept(case: str, how: How) -> list[tuple[str, Plan]]:
+    file = how.file(case, "plans")
+    return pickle.loads(file.read_bytes()) if file and file.exists() else []
 
 
 def _others(setting: Setting, chosen: Plan, num: int, seed: int) -> Iterator[tuple[str, Plan]]:
@@ -130,7 +160,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=["schedules", "plans"])
+    parser.add_argument("kind", choices=["schedules", "plans", "draw"])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--num", type=int, default=60, help="of plans, the chosen one among them")
     parser.add_argument("--unslept", action="store_true", help="let nothing sleep: the clocks of the devices tell")
@@ -143,7 +173,7 @@ def main() -> None:
     if asked.kind == "schedules":
         return schedules(asked.cases or ["board8", "wide32"], how)
     for case in asked.cases:
-        plans(case, asked.num, how)
+        (draw if asked.kind == "draw" else plans)(case, asked.num, how)
 
 
 if __name__ == "__main__":

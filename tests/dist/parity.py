@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, conv_backward_flop, sdpa_backward_flop_count, sdpa_flop_count
 
 import autoplan
 from autoplan.frontend import capture
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def count_flops() -> FlopCounterMode:
-    """torch's counter, told of the CPU's attention kernels, which it knows on GPUs alone."""
+    """torch's counter, told of the CPU's attention kernels, which it knows on GPUs alone, and that a filter's gradient has a part of each group of channels."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return sdpa_flop_count(query, key, value)
@@ -90,9 +90,16 @@ def count_flops() -> FlopCounterMode:
     def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return sdpa_backward_flop_count(grad, query, key, value)
 
+    def convolution(*args: Any, **out: Any) -> int:
+        *these, groups, (inputs, weights, bias) = args
+        count: Callable[..., int] = conv_backward_flop
+        return count(*these, groups, (inputs, False, bias), **out) + count(*these, groups, (False, weights, bias), **out) // groups
+
+    convolution._get_raw = True  # type: ignore[attr-defined]  # tensors, not shapes
     aten = torch.ops.aten
+    own = {aten.convolution_backward: convolution}
     cpu = {aten._scaled_dot_product_flash_attention_for_cpu: forward, aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}
-    return FlopCounterMode(display=False, custom_mapping=cpu)
+    return FlopCounterMode(display=False, custom_mapping=cpu | own)
 
 
 def relative_errors(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Tensor]) -> tuple[float, str]:
