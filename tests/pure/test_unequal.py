@@ -154,6 +154,27 @@ def test_each_rank_is_priced_on_its_own_device_and_the_slowest_ends_the_step(gra
     assert other.stages[0].forward_s == pytest.approx(one.stages[0].forward_s) and other.stages[1].forward_s == pytest.approx(2 * one.stages[1].forward_s)
 
 
+def _step_s(graph: Graph, speeds: tuple[float, ...], shares: tuple[int, ...] = (), **asked: object) -> float:
+    plan = replace(manual_plan(graph, **asked), shares=shares)  # type: ignore[arg-type]
+    return forecast(lower(plan, graph), plan, graph, Speeds(speeds), overlap=False).step_time_s
+
+
+def test_under_zero_1_replicas_wait_for_each_other_on_every_stage(graph: Graph) -> None:
+    """One replica is slow on its first stage, the other on its second: both meet in each of them, as if all were slow."""
+    crossed, all_slow = (1e6, 3e6, 3e6, 1e6), (1e6,) * 4
+    apart, together = (_step_s(graph, crossed, pp=2, dp=2, zero=zero) for zero in (0, 1))
+    assert together == pytest.approx(_step_s(graph, all_slow, pp=2, dp=2, zero=1))
+    assert apart < 0.9 * together
+
+
+def test_micro_batches_of_unlike_size_take_times_of_their_own() -> None:
+    """Two equal layers on two stages, a seconds a row forward; backward 2 a, of the first a, as its input needs none. Of 3 and 2 rows the larger fills the
+    pipeline, forward (3 + 3 + 2) a; backward (6 + 4 + 2) a. Of 2 and 2: (2 + 2 + 2) a and (4 + 4 + 2) a."""
+    graph = autoplan.capture(MLP((32, 32, 32)), {"x": torch.randn(8, 32), "labels": torch.randint(0, 8, (8,))})
+    unlike, alike = (_step_s(graph, (1e6,) * 4, shares, pp=2, dp=2, num_micro_batches=2) for shares in ((5, 3), (4, 4)))
+    assert unlike / alike == pytest.approx(20 / 16)
+
+
 def test_a_small_device_gets_no_more_rows_than_it_holds(graph: Graph) -> None:
     roomy = _find(graph, Speeds((1e6, 3e6)), dp=2, zero=0, micro_batch_size=4, recompute="none")
     limit = _memory(graph, roomy, 5)
