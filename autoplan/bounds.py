@@ -52,6 +52,7 @@ from autoplan.spine import spine_of
 from autoplan.transit import AXIS
 from costmodel.memory import Widths
 from costmodel.opkey import RankGroup
+from costmodel.overlap import beside_s
 
 _HALVINGS = 13  # of a search for the least seconds
 
@@ -280,7 +281,7 @@ class Bounds:
 
 
 def _beside(step: Step, compute_s: float, moved_s: float) -> float:
-    return max(compute_s, moved_s) if step.overlap else compute_s + moved_s
+    return beside_s(compute_s, moved_s, step.slowdown) if step.overlap else compute_s + moved_s
 
 
 def _whole(room_s: np.ndarray, costs: np.ndarray, caps: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Prices of the functions that exchange over a context or expert axis of P ranks (runtime/context_traffic.py lists what they send).
 
     operator    the plain one at the size that a rank works on: its queries over all keys; the rows of all ranks at its own experts
-    ring        hops of blocks beside the work on them: max(0, t - (P-1)/P w) is left of t seconds of hops and w seconds of work; on CPUs,
-                which do both, t. Hops of n bytes round a ring are those of an all_gather of P n bytes
+    ring        hops of blocks beside the work on them: t seconds of hops beside (P-1)/P of w seconds of work (costmodel/overlap.py) add what
+                these do not hide and what they slow; on CPUs, which do both, t. Hops of n bytes round a ring are those of an all_gather of P n bytes
     others      all_reduce and all_to_all in turn
 
 Causal attention is priced at its full work: the last rank sees all blocks.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from autoplan.price import Pricer
 from costmodel.opkey import RankGroup, Shape
+from costmodel.overlap import beside_s
 from runtime.call import dtype_of
 from runtime.context_traffic import NAMES, Exchange, exchanges
 from runtime.instr import TensorSpec
@@ -56,7 +57,8 @@ def exchange_s(sent: Sequence[Exchange], compute_s: float, group: RankGroup, pri
     hops = sum(size for kind, size in sent if kind == "send")
     ring_s = pricer.collective("all_gather", hops * group.size // max(1, group.size - 1), group)
     if pricer.overlap:
-        ring_s = max(0.0, ring_s - compute_s * (group.size - 1) / group.size)
+        beside = compute_s * (group.size - 1) / group.size
+        ring_s = beside_s(beside, ring_s, pricer.slowdown) - beside
     rest = ((kind, size // group.size if kind == "all_to_all" else size) for kind, size in sent if kind != "send")
     return ring_s + sum(pricer.collective(kind, size, group) for kind, size in rest)  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ from autoplan.space import Shape, Storing
 from autoplan.stagework import Work
 from autoplan.task import Task
 from costmodel.opkey import Collective, OpKey, OpTime, RankGroup
-from costmodel.prices import Prices
+from costmodel.prices import Prices, slowdown
 
 _NUM_TURNS = 4  # of shares and cuts
 
@@ -61,6 +61,9 @@ class OnDevice:
 
     def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
         return self.prices.peak_flops_per_s(dtype, self.rank)
+
+    def slowdown(self, device: int = 0) -> float:
+        return slowdown(self.prices, self.rank)
 
     def assumptions(self) -> tuple[str, ...]:
         return self.prices.assumptions()

@@ -22,7 +22,7 @@ from autoplan.graph import Graph, Loop, Option
 from autoplan.layout import WHOLE, Layout, Split
 from costmodel import argtext
 from costmodel.opkey import Collective, CollectiveKind, OpKey, OpTime, RankGroup, Shape
-from costmodel.prices import Prices
+from costmodel.prices import Prices, slowdown
 from runtime.call import dtype_of
 from runtime.instr import Arg, Dtype, Instr, Other, TensorSpec
 
@@ -96,6 +96,7 @@ class Pricer:
         self.precision = precision
         self.device = device
         self.overlap = overlap  # transfers run beside compute
+        self.slowdown = slowdown(prices, device)  # factor on compute meanwhile
         self._ops: dict[OpKey, OpTime] = {}
         self._collectives: dict[Collective, float] = {}
 

@@ -12,9 +12,12 @@ Seconds of an action: operators and tensor collectives in turn; recomputation be
 parameters on a stream of its own, one unit ahead: with G the seconds to gather all units, R to reduce-scatter all gradients (and, in groups, to sum each
 over the groups at once), g and r those of the largest unit,
 
-    gathered forward   = g + max(F, G)                              ZeRO-1, -2: micro-batch 0;  ZeRO-3: every one
-    reduced backward   = max(B, R) + r                              ZeRO-1: the last;  ZeRO-2: every one
-    ZeRO-3 backward    = g + max(B, G + R) + r                      on CPUs, which do both: the sums instead
+    gathered forward   = g + F | G                                  ZeRO-1, -2: micro-batch 0;  ZeRO-3: every one
+    reduced backward   = B | R + r                                  ZeRO-1: the last;  ZeRO-2: every one
+    ZeRO-3 backward    = g + B | (G + R) + r                        on CPUs, which do both: the sums instead
+
+where C | Q is compute beside traffic that slows it, max(Q, C + (1 - 1/slowdown) Q) (costmodel/overlap.py). Late sums slow the passes that they run
+beside likewise; transfers between stages, which occupy one or two of a device's processors, are not taken to.
 
 A schedule that splits the backward pass gathers a stage at once before its first forward and reduces after its last BW, whatever
 the ZeRO stage (runtime/flow.py says why): F + G, BW + R.
@@ -43,6 +46,7 @@ from autoplan.price import Pricer, axis_group
 from autoplan.schemes import degree_of
 from costmodel.memory import Widths, widths
 from costmodel.opkey import CollectiveKind, RankGroup
+from costmodel.overlap import beside_s, slowed_s
 from runtime.action import Action
 
 
@@ -63,6 +67,7 @@ class Step:
     servers: tuple[int, ...] = ()  # data ranks that serve parameters, where some do
     workers: tuple[int, ...] = ()  # data ranks that compute; (): all
     sums: Mode = EXACT  # of gradients over the data axis
+    slowdown: float = 1.0  # factor on compute while transfers run beside it
 
     def degree(self, axis: str) -> int:
         return degree_of(self.axes, axis)
@@ -188,6 +193,8 @@ def durations(load: StageLoad, step: Step, pricer: Pricer) -> Durations:
         made = data_sums(step.sums, load, width, step.zero, group, pricer)
         late = tuple(part for part in made if step.sums.delay and (step.overlap or part[1] != "compute"))
         tail += [part for part in made if part not in late]
+        if step.overlap and late:
+            tail.append(("passes slowed by late sums", "compute", slowed_s(sum(part[2] for part in late), step.slowdown)))
     for axis in dict.fromkeys(axis for axis, _ in load.deferred):
         total = sum(size for name, size in load.deferred if name == axis) // step.shards  # local shards are summed
         tail.append((f"all_reduce {axis}", axis, _bucketed(pricer, total, axis_group(step.axes, axis, pricer.device), joins=joins)))
@@ -226,7 +233,7 @@ def _asynchronous(
 
 def _beside(step: Step, compute_s: float, moved_s: float, exposed_s: float) -> float:
     """Compute with parameters or gradients moving beside it, `exposed_s` of it before or after."""
-    return exposed_s + max(compute_s, moved_s) if step.overlap else compute_s + moved_s
+    return exposed_s + beside_s(compute_s, moved_s, step.slowdown) if step.overlap else compute_s + moved_s
 
 
 def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup, *, joins: bool = False) -> float:

@@ -75,7 +75,7 @@ class ShapeBounds:
             shape.axes, shape.schedule, shape.num_micro_batches, storing.zero, self.task.constraints.zero_group if storing.zero else None,
             self.task.optimizer, self.task.precision, shape.stage_ranks if self.task.stages is None else self.task.stages.ranks,
             self.overlap, self.task.constraints.sync or "allreduce", servers_among(self.task.constraints, shape.dp),
-            self.task.constraints.workers or (), self.sums,
+            self.task.constraints.workers or (), self.sums, self.pricer.slowdown,
         )  # fmt: skip
 
     def storings(self, shape: Shape) -> tuple[Storing, ...]:

@@ -184,7 +184,7 @@ def forecast(programs: tuple[Program, ...], plan: Plan, graph: Graph, prices: Pr
     first = programs[0]
     devices = kinds(prices, plan.num_ranks)
     classes = replicas(first, devices) if plan.sync == "allreduce" and not plan.stage_meshes else ()
-    step = step_of(first, plan, overlap=overlap)
+    step = replace(step_of(first, plan, overlap=overlap), slowdown=pricer.slowdown)
     model = model_of(graph, {b.pattern: b.splits for b in plan.blocks}, plan.most("tp"), plan.precision)
     if plan.stage_meshes:
         told = forecast_stages(programs, graph, prices, step, model, pricer.precision)

@@ -2,9 +2,9 @@
 
 ZeRO moves parameters and gradients beside passes (autoplan/replay.py has the formulas). With f, b seconds of one micro-batch through a block
 (recomputation in b), c what is left of its seconds (in either pass), g and r seconds to gather its parameters and to reduce its gradients, and F, B, G, R
-their sums over any blocks of one stage, a pass that moves beside compute takes max(F, G), which for any choice of one of the two for all blocks is
-at least the sum of the chosen; where compute and transfers take turns it is F + G. The larger sum over the model is chosen. A split backward pass
-gathers before its first forward and reduces after its last half: F + G, W + R.
+their sums over any blocks of one stage, a pass that moves beside compute takes max(F + k G, G) (k: how much traffic slows, costmodel/overlap.py), which
+for any choice of one of the two for all blocks is at least the sum of the chosen; where compute and transfers take turns it is F + G. The larger sum
+over the model is chosen. A split backward pass gathers before its first forward and reduces after its last half: F + G, W + R.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.replay import Step
+from costmodel.overlap import slowed_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,9 @@ def slots_of(blocks: Mapping[str, Block], step: Step) -> Slots:
         """Pattern -> seconds of a pass, and whether transfers stand for its compute."""
         if not step.overlap:
             return {p: getattr(b, compute) + sum(getattr(b, name) for name in moved) for p, b in blocks.items()}, False
-        if sum(total(name) for name in moved) <= total(compute):
-            return {p: getattr(b, compute) for p, b in blocks.items()}, False
+        slowed = {p: getattr(b, compute) + slowed_s(sum(getattr(b, name) for name in moved), step.slowdown) for p, b in blocks.items()}
+        if sum(total(name) for name in moved) <= sum(b.count * slowed[p] for p, b in blocks.items()):
+            return slowed, False
         return {p: sum(getattr(b, name) for name in moved) for p, b in blocks.items()}, True
 
     plain_f, plain_b = ({p: getattr(b, name) for p, b in blocks.items()} for name in ("forward_s", "backward_s"))

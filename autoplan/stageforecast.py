@@ -23,7 +23,7 @@ from autoplan.replicas import kind_of
 from autoplan.simulate import events_of, idle_s, stage_forecast, stage_uses
 from autoplan.workload import load_of
 from costmodel.opkey import Collective, OpKey, OpTime, RankGroup
-from costmodel.prices import Prices
+from costmodel.prices import Prices, slowdown
 from runtime.crossing import num_elements, num_ranks, pieces
 from runtime.program import Program, StageMesh, Transfer
 from runtime.traffic import tied_moves
@@ -60,6 +60,9 @@ class OnRanks:
 
     def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
         return self.prices.peak_flops_per_s(dtype, self.slowest)
+
+    def slowdown(self, device: int = 0) -> float:
+        return slowdown(self.prices, self.slowest)
 
     def assumptions(self) -> tuple[str, ...]:
         return self.prices.assumptions()

@@ -70,6 +70,9 @@ class AnalyticPrices:
     def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
         return self.cluster.device(device).peak(dtype)
 
+    def slowdown(self, device: int = 0) -> float:
+        return self.constants.stack(self.stack).slowdown
+
     def assumptions(self) -> tuple[str, ...]:
         lines = []
         for group in self.cluster.groups:
@@ -82,5 +85,7 @@ class AnalyticPrices:
                 lines.append(f"{group.devices_per_node} ranks share {group.cores_per_node:g} cores: compute takes {group.contention:.2f} times as long")
         s = self.constants.stack(self.stack)
         lines.append(f"stack {self.stack}: {s.fused_share:.0%} of memory-bound time after fusion, {'fused' if s.flash else 'unfused'} attention")
+        if self.cluster.overlaps:
+            lines.append(f"compute takes {s.slowdown:.2f} times as long while a collective runs beside it")
         lines += self.cluster.differences()
         return tuple(dict.fromkeys(lines))

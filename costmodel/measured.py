@@ -195,6 +195,9 @@ class MeasuredPrices:
     def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
         return self.fallback.peak_flops_per_s(dtype, device)
 
+    def slowdown(self, device: int = 0) -> float:
+        return self.fallback.slowdown(device)
+
     def assumptions(self) -> tuple[str, ...]:
         env, count = self.profile.env, self.origins
         lines = [

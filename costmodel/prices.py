@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from costmodel.opkey import Collective, OpKey, OpTime
 
@@ -38,3 +38,17 @@ class Prices(Protocol):
     def assumptions(self) -> tuple[str, ...]:
         """What these prices rest on, one line each, for the report."""
         ...
+
+
+@runtime_checkable
+class Slowing(Protocol):
+    """Prices that say how much a collective slows the compute beside it."""
+
+    def slowdown(self, device: int = 0) -> float:
+        """Factor on compute while a collective runs beside it on the device of global rank `device` (costmodel/overlap.py)."""
+        ...
+
+
+def slowdown(prices: Prices, device: int = 0) -> float:
+    """Factor on compute beside a collective; 1 where `prices` do not say."""
+    return prices.slowdown(device) if isinstance(prices, Slowing) else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodel.opkey import Collective, OpKey, OpTime
-from costmodel.prices import Prices
+from costmodel.prices import Prices, slowdown
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class ScaledPrices:
 
     def peak_flops_per_s(self, dtype: str, device: int = 0) -> float:
         return self.prices.peak_flops_per_s(dtype, device) * self.speeds[device]
+
+    def slowdown(self, device: int = 0) -> float:
+        return slowdown(self.prices, device)
 
     def assumptions(self) -> tuple[str, ...]:
         told = ", ".join(f"{speed:.2f}" for speed in self.speeds)

@@ -58,6 +58,7 @@ STACKS = (
 COMPILED = ("torch.compile", "asynctp", "1f1b", "interleaved")  # torchtitan pages that measured with torch.compile name one of these
 DEEPSPEED = ("megatron-deepspeed", "deepspeed-zero3", "amp", "sailor")  # pipelines that DeepSpeed splits
 UNFUSED = ("megatron-deepspeed", "deepspeed-zero3", "megatron-lm", "amp", "sailor")  # stacks without a fused attention kernel
+BLOCKING = ("tr11-176B",)  # sources whose job scripts set CUDA_LAUNCH_BLOCKING=1 (theirs did to keep the job from hanging)
 NETWORKS = (("omni-path", "omni-path"), ("opa", "omni-path"), ("roce", "roce"), ("efa", "efa"), ("tcpx", "tcpx"), ("gb/s; pcie", "ethernet"))
 
 
@@ -117,6 +118,7 @@ class Run:
     flash: bool  # fused attention; the stack's where the row does not say
     compiled_loss: bool  # the loss is compiled with the model: no fp32 copy of the logits
     reported: Literal["fullest", "first", "last"]  # the stage whose memory the source reports
+    is_blocking: bool  # every launch waits for the device
 
 
 def run_of(row: Mapping[str, Any]) -> Run:
@@ -177,6 +179,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
         "flash attention off" not in text and stack not in UNFUSED,
         stack == "torchtitan-compile" and dated(row["source"]) >= 2025,
         reported_stage(stack, text),
+        any(words in row["source"] for words in BLOCKING),
     )
 
 

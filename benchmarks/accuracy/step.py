@@ -5,7 +5,7 @@ included), p stages, m micro-batches and v chunks a rank:
 
     pipeline   m max_j(f_j + b_j) + (1/v) sum_{j not the slowest} (f_j + b_j)               (1F1B, interleaved)
     overlap    compute c beside communication q, of which a share o may hide:
-               max(c + (slowdown - 1) min(c, o q), o q) + (1 - o) q
+               c beside o q, which slows it (costmodel/overlap.py), + (1 - o) q
     tail       gradient reduction (its share that does not hide behind the last backward), gather of updated parameters,
                optimizer pass, clip and host time of a step
 """
@@ -22,6 +22,7 @@ from costmodel.calibration import Calibration, DeviceConstants, StackConstants
 from costmodel.cluster import Device
 from costmodel.collective import collective_s
 from costmodel.opkey import Collective, CollectiveKind, OpKey, RankGroup
+from costmodel.overlap import beside_s, slowed_s
 from costmodel.roofline import item_bytes, op_costs
 
 
@@ -72,9 +73,10 @@ class Pricer:
         return total
 
     def seconds(self, device_s: float, kernels: int, rank: int) -> float:
-        """Launches run ahead of the device, but for the stack's exposed share of the shorter of the two."""
+        """Launches run ahead of the device, but for the stack's exposed share of the shorter of the two; all of it where they block."""
         host_s = kernels * self.calibration.device(self.run.cluster.device(rank).name).launch_s * self.stack.launch_factor
-        return max(device_s, host_s) + self.stack.launch_exposed * min(device_s, host_s)
+        exposed = 1.0 if self.run.is_blocking else self.stack.launch_exposed
+        return max(device_s, host_s) + exposed * min(device_s, host_s)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, group: RankGroup) -> float:
         return collective_s(Collective(kind, int(num_bytes), group), self.run.cluster, self.calibration)
@@ -90,7 +92,7 @@ class Pricer:
 def overlapped_s(compute_s: float, traffic_s: float, share: float, slowdown: float) -> float:
     """Compute beside traffic of which `share` may hide. Formula: the module's text."""
     hidden = share * traffic_s
-    return max(compute_s + (slowdown - 1) * min(compute_s, hidden), hidden) + traffic_s - hidden
+    return beside_s(compute_s, hidden, slowdown) + traffic_s - hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +234,17 @@ def _gathered_s(pricer: Pricer, kind: CollectiveKind, num_bytes: float) -> float
     return seconds
 
 
+def sums_whole(run: Run) -> bool:
+    """Whether ZeRO-1 sums whole gradients on every rank: DeepSpeed's BF16_Optimizer does, over the fp32 ones that it accumulates."""
+    return run.stack == "megatron-deepspeed" and run.dtype == "bfloat16" and run.zero == 1
+
+
 def reduce_bytes(run: Run) -> int:
-    """Bytes an element of the gradient reduction: fp32 for FSDP stacks with fp32 masters and for AMP, else the compute dtype's."""
+    """Bytes an element of the gradient reduction: fp32 for FSDP stacks with fp32 masters, AMP and BF16_Optimizer, else the compute dtype's."""
     if run.pure:
         return item_bytes(run.dtype)
+    if sums_whole(run):
+        return 4
     return 4 if run.stack in ("llm-foundry", "torchtitan-eager", "torchtitan-compile", "amp", "default") else item_bytes(run.dtype)
 
 
@@ -291,17 +300,18 @@ def _reduce_s(pricer: Pricer, backward_s: float) -> float:
             total = pricer.collective("reduce_scatter", tables * reduce_bytes(run), group) + pricer.collective(
                 "all_gather", tables * item_bytes(run.dtype), group
             )
-        elif run.zero == 0:
+        elif run.zero == 0 or sums_whole(run):
             total = pricer.collective("all_reduce", gradient, group)
         else:
             total = pricer.collective("reduce_scatter", gradient, group)
             if run.zero_group < ranks:  # states shared in a subgroup: gradients are summed over its replicas
                 total = pricer.collective("all_reduce", gradient, group)
+        if run.zero in (1, 2):
             shard = RankGroup(min(run.zero_group, ranks), run.tp, 0, run.tp)
             total += pricer.collective("all_gather", parameter, shard)
             owners_s = stack.owner_s * shard.size
         hidden = min(total * stack.gradient_overlap, backward_s)
-        total += owners_s - hidden + (stack.slowdown - 1) * hidden
+        total += owners_s - hidden + slowed_s(hidden, stack.slowdown)
     if len(run.stages) > 1 and run.model.head and not run.model.gated:  # tied tables of the first and last stage
         total += pricer.collective(
             "all_reduce", block.vocab_parameters(run) * reduce_bytes(run), RankGroup(2, run.tp * ranks * (run.pp - 1), 0, run.tp * ranks)
