@@ -26,6 +26,7 @@ from costmodel.prices import Prices, slowdown
 from runtime.call import dtype_of
 from runtime.instr import Arg, Dtype, Instr, Other, TensorSpec
 
+CHAINS = frozenset({"runtime.sync_batch_norm"})  # forms of an operator that run as a chain of others, and are priced as such
 _LOW_PRECISION: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -239,7 +240,18 @@ class LocalGraph:
         operands = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(inputs, reads, strict=True))
         outputs = tuple((cut(shape, t, self.degree), dtype) for (shape, dtype), t in zip(results, option.writes, strict=True))
         assert len(names) == len(batch.reads)
-        return self.pricer.op(OpKey(op.instr.target, operands, outputs, text, grads, op.flops // self.share(index, option)))
+        return self.pricer.op(OpKey(self.runs_as(index, option), operands, outputs, text, grads, op.flops // self.share(index, option)))
+
+    def runs_as(self, index: int, option: Option) -> str:
+        """The target by which op number `index` is priced: another one where it is divided so that a chain of operators takes its place."""
+        op, chosen = self.graph.ops[index], [option] if self.degree > 1 else []
+        chosen += [self.batch_options[index]] if self.parts > 1 else []
+        chosen += [context.option(index) for context in self.contexts]
+        for divided in chosen if op.instr.target == "runtime.batch_norm" else ():
+            loop = self.loop(index, divided)
+            if loop is not None and loop.lowering in CHAINS:
+                return loop.lowering
+        return op.instr.target
 
     def facts(self, index: int) -> tuple:
         """Of one op: operands, which need a gradient, other arguments as text, (shape, dtype) of operands and outputs on the data axis."""

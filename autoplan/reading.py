@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.blockprices import VIEWS
 from autoplan.contextprice import EXCHANGING, both_passes, dense_operands, dense_output, kept
@@ -23,7 +23,7 @@ from autoplan.flops import backward_flops, flops
 from autoplan.gathered import gathered_loops
 from autoplan.graph import Graph, Op, insides
 from autoplan.load import Traffic
-from autoplan.price import Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
+from autoplan.price import CHAINS, Pricer, arguments, axis_group, bytes_of, cast_instr, compute_dtype, local_spec
 from costmodel.opkey import CollectiveKind, OpKey, OpTime
 from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
@@ -161,6 +161,8 @@ class Reader:
         outputs = [o for o in instr.outputs if o.spec is not None]
         swapped = op is not None and instr.target.startswith("runtime.") and instr.target != op.instr.target
         priced = op.instr if swapped and op is not None else instr
+        if instr.target in CHAINS:
+            priced = replace(priced, target=instr.target)
         specs = self._gathered(instr, specs)
         out_specs = [o.spec for o in outputs if o.spec is not None]
         exchanges = instr.target in EXCHANGING

@@ -65,14 +65,26 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """Factors by which the ranks of a node slow each other, as measured (costmodel/links.py): their products, their passes over memory that no cache
+    holds, their optimizers."""
+
+    compute: float
+    memory: float
+    optimizer: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Like nodes. `cores_per_node` (CPU only): cores that the ranks of a node share; None: one or more each."""
+    """Like nodes. `cores_per_node` (CPU only): cores that the ranks of a node share; None: one or more each. `sharing`: what that costs, where
+    it was measured."""
 
     device: Device
     num_nodes: int
     devices_per_node: int
     tiers: tuple[Tier, ...]
     cores_per_node: float | None = None
+    sharing: Sharing | None = None
 
     @property
     def num_devices(self) -> int:
@@ -80,7 +92,9 @@ class NodeGroup:
 
     @property
     def contention(self) -> float:
-        """Factor by which compute slows because the ranks of a node share its cores: max(1, ranks / cores)."""
+        """Factor by which compute slows because the ranks of a node share its cores: as measured, else max(1, ranks / cores)."""
+        if self.sharing is not None:
+            return self.sharing.compute
         return max(1.0, self.devices_per_node / self.cores_per_node) if self.cores_per_node else 1.0
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from costmodel.cluster import Cluster, Device, NodeGroup
+from costmodel.cluster import Cluster, Device, NodeGroup, Sharing
 from costmodel.clusterfile import preset_names
 
 _RESERVED = 0.2  # share of a host's memory that is left to the system
 
 
-def detect(num_ranks: int | None = None, ranks_per_node: int | None = None, effective_cores: float | None = None) -> Cluster:
+def detect(num_ranks: int | None = None, ranks_per_node: int | None = None, sharing: Sharing | None = None) -> Cluster:
     """The present job: `num_ranks` ranks, `ranks_per_node` a host (torchrun's figures, else all on this host).
 
-    CPU: ranks share the host's cores and memory. `effective_cores`: ranks / costmodel.links.measure_contention(), where
-    that was measured. GPU: the preset whose name fits the device, its memory as the driver states it.
+    CPU: ranks share the host's cores and memory. `sharing`: what that costs (costmodel.links.measure_sharing()), where
+    it was measured. GPU: the preset whose name fits the device, its memory as the driver states it.
     """
     world = num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
     per_node = ranks_per_node or min(world, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
@@ -29,8 +29,9 @@ def detect(num_ranks: int | None = None, ranks_per_node: int | None = None, effe
     preset = Cluster.parse(f"cpu:{world // per_node}x{per_node}")
     group = preset.groups[0]
     memory = int(_host_memory_bytes() * (1 - _RESERVED) / per_node)
-    cores = effective_cores or float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return Cluster(f"this machine: {world} CPU ranks", (replace(group, device=replace(group.device, memory_bytes=memory), cores_per_node=cores),))
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    own = replace(group, device=replace(group.device, memory_bytes=memory), cores_per_node=cores, sharing=sharing)
+    return Cluster(f"this machine: {world} CPU ranks", (own,))
 
 
 def _gpus(world: int, per_node: int) -> Cluster:

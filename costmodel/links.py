@@ -6,6 +6,7 @@ they do in a training step, so a fit counts the cores and links that neighbours 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from costmodel.cluster import Sharing
 from costmodel.profile import LinkFit, Profile
 
 # torch 2.13 renames the two; the old names warn there
@@ -22,6 +24,7 @@ _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduc
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+_BETWEEN = 160  # size of the products between collectives: some tens of microseconds
 
 
 def measure_links(profile: Profile | None = None, budget_s: float = 6.0, sizes_bytes: tuple[int, ...] = SIZES_BYTES) -> tuple[LinkFit, ...]:
@@ -47,32 +50,58 @@ def measure_links(profile: Profile | None = None, budget_s: float = 6.0, sizes_b
     return tuple(fits)
 
 
-def measure_contention(budget_s: float = 1.0) -> float:
-    """Factor by which this job's ranks slow each other's compute: a matrix product by all at once against by one alone.
+def measure_sharing(budget_s: float = 2.0) -> Sharing:
+    """Factors by which this job's ranks slow each other: what each does while all do it, against one alone.
 
     1.0 on one device a rank. Equal on every rank. ValueError without a process group.
     """
     if not dist.is_initialized():
-        raise ValueError("measure_contention runs under several processes: initialize a process group first (torchrun does)")
+        raise ValueError("measure_sharing runs under several processes: initialize a process group first (torchrun does)")
     if torch.cuda.is_available():
-        return 1.0
-    a = torch.randn(256, 256)
+        return Sharing(1.0, 1.0, 1.0)
+    return Sharing(*(_together(work, budget_s / 3) for work in (_products(), _passes(), _updates())))
+
+
+def _products() -> Callable[[], Any]:
+    """Products with weights in turn, which a cache does not hold all."""
+    x, out = torch.randn(256, 512), torch.empty(256, 512)
+    weights = itertools.cycle([torch.randn(512, 512) for _ in range(8)])
+    return lambda: torch.mm(x, next(weights), out=out)
+
+
+def _passes() -> Callable[[], Any]:
+    """Passes over tensors that no cache holds."""
+    x, out = torch.zeros(1 << 22), torch.empty(1 << 22)
+    return lambda: torch.add(x, 1.0, out=out)
+
+
+def _updates() -> Callable[[], Any]:
+    parameter = torch.nn.Parameter(torch.zeros(1 << 20))
+    parameter.grad = torch.ones_like(parameter)
+    return torch.optim.AdamW([parameter]).step
+
+
+def _together(work: Callable[[], Any], budget_s: float) -> float:
+    """Seconds of `work` while all ranks do it over those of rank 0 alone, at least 1: means over the ranks."""
+    work()
     alone_s = torch.zeros(1)
     if dist.get_rank() == 0:
-        alone_s[0] = _rate_s(a, budget_s / 3)
+        alone_s[0] = _each_s(work, budget_s / 3)
     dist.broadcast(alone_s, 0)
     dist.barrier()
-    together_s = torch.tensor([_rate_s(a, budget_s * 2 / 3)])
+    together_s = torch.tensor([_each_s(work, budget_s * 2 / 3)])
     dist.all_reduce(together_s)
     return max(1.0, float(together_s / dist.get_world_size() / alone_s))
 
 
-def _rate_s(a: torch.Tensor, budget_s: float) -> float:
-    start, count, out = time.perf_counter(), 0, torch.empty_like(a)
-    while time.perf_counter() - start < budget_s or not count:
-        torch.mm(a, a, out=out)
-        count += 1
-    return (time.perf_counter() - start) / count
+def _each_s(work: Callable[[], Any], budget_s: float) -> float:
+    """Median seconds of one call."""
+    end_s, samples = time.perf_counter() + budget_s, []
+    while time.perf_counter() < end_s or not samples:
+        start_s = time.perf_counter()
+        work()
+        samples.append(time.perf_counter() - start_s)
+    return statistics.median(samples)
 
 
 def fit(kind: str, size: int, world: int, points: Iterable[tuple[int, float]]) -> LinkFit:
@@ -92,22 +121,37 @@ def fit(kind: str, size: int, world: int, points: Iterable[tuple[int, float]]) -
 
 
 def _collective_s(kind: str, num_bytes: int, group: Any, p: int, budget_s: float) -> float:
-    """Median seconds of one collective; the slowest rank's."""
+    """Median seconds of one collective; the slowest rank's. Between processes that share a host it stands between products, as in a step: a rank then
+    waits for those that come later, and has to be woken."""
     run = _call(kind, num_bytes, group, p)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    run()
-    start = time.perf_counter()
-    run()
-    count = torch.tensor([budget_s / max(time.perf_counter() - start, 1e-6)], device=device)
-    dist.all_reduce(count, dist.ReduceOp.MIN)
-    samples = []
-    for _ in range(max(3, min(30, int(count)))):
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(samples)], device=device)
+    on_host = dist.get_backend(group) != "nccl"
+    device = "cpu" if on_host else "cuda"
+    operand = torch.randn(_BETWEEN, _BETWEEN)
+    result = torch.empty_like(operand)
+
+    def work() -> None:
+        if on_host:
+            torch.mm(operand, operand, out=result)
+
+    def samples(count: int, call: Callable[[], Any]) -> list[float]:
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            work()
+            call()
+            if not on_host:
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return found
+
+    samples(1, run)
+    once = samples(1, run)
+    planned = torch.tensor([budget_s / max(once[0], 1e-6)], device=device)
+    dist.all_reduce(planned, dist.ReduceOp.MIN)
+    count = max(5, min(30, int(planned)))
+    both_s = statistics.median(samples(count, run))
+    work_s = statistics.median(samples(count, lambda: None)) if on_host else 0.0
+    slowest = torch.tensor([max(both_s - work_s, 1e-7)], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 

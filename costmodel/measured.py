@@ -6,7 +6,8 @@ An operator's price is, in this order,
     interpolated   formula(key) * ratio, where ratio = measured / formula at the nearest sizes of the same operator (log-log)
     formula        the fallback's price
 
-and in each case times the contention of ranks that share a node's cores: keys are timed by one process alone.
+and in each case times what ranks that share a node cost each other: keys are timed by one process alone. Products and small tensors are slowed as measured
+products are, passes over more bytes than a core's cache holds as measured passes, the optimizer as the measured optimizer (costmodel/links.py).
 The optimizer is torch's own, timed at two sizes. Collectives inside a node come from `measure_links` of a job of the same number of ranks; others from the
 fallback. Of devices whose stopwatch times single collectives (costmodel/stopwatch.py) every group of ranks has a fit of its own.
 """
@@ -21,18 +22,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from costmodel.analytic import AnalyticPrices
-from costmodel.cluster import Cluster
+from costmodel.cluster import Cluster, NodeGroup
 from costmodel.links import fit
 from costmodel.measure import NotMeasurableError
 from costmodel.opclass import base_name, op_class
 from costmodel.opkey import Collective, OpKey, OpTime
 from costmodel.profile import LinkFit, Profile
+from costmodel.roofline import tensor_bytes
 from costmodel.served import busiest_share
 from costmodel.stopwatch import PresentDevice, Stopwatch
 
 _KEY_BUDGET_S = 0.04
 _OPTIMIZER_ELEMENTS = (1 << 12, 1 << 20)
 _LINK_BYTES = (1 << 10, 1 << 20)
+_CACHE_BYTES = 1 << 21  # of one core
 _BY_FLOPS = ("einsum",)  # whose formula needs flops, which a profile does not hold
 _MAX_FAILURES = 3  # of one operator, before it is no longer tried
 
@@ -64,12 +67,13 @@ class MeasuredPrices:
         group = self.cluster.group_of(device)[0]
         if op_class(key.target) in ("view", "create") or group.device.kind != self.profile.env.kind:
             return self.fallback.op(key, device)
-        place = (key, group.contention)
+        contention = _contention(key, group)
+        place = (key, contention)
         found = self._ops.get(place)
         if found is None:
             alone, origin = self._alone(key, device)
             self.origins[origin] += 1
-            found = OpTime(*(s * group.contention for s in (alone.forward_s, alone.backward_input_s, alone.backward_weight_s)))
+            found = OpTime(*(s * contention for s in (alone.forward_s, alone.backward_input_s, alone.backward_weight_s)))
             self._ops[place] = found
         return found
 
@@ -176,7 +180,7 @@ class MeasuredPrices:
         if few is None or many is None:
             return self.fallback.optimizer_s(num_elements, optimizer, num_bytes_per_element, device)
         slope = max(0.0, many - few) / (_OPTIMIZER_ELEMENTS[1] - _OPTIMIZER_ELEMENTS[0])
-        return max(0.0, few + slope * (num_elements - _OPTIMIZER_ELEMENTS[0])) * group.contention
+        return max(0.0, few + slope * (num_elements - _OPTIMIZER_ELEMENTS[0])) * (group.sharing.optimizer if group.sharing else group.contention)
 
     def _optimizer(self, name: str, num_elements: int) -> float | None:
         key = OpKey(f"optimizer.{name}", (((num_elements,), "float32"),), (), "", (False,), 0)
@@ -216,6 +220,14 @@ class MeasuredPrices:
             if group.contention > 1:
                 lines.append(f"{group.devices_per_node} ranks share {group.cores_per_node:g} cores: compute takes {group.contention:.2f} times as long")
         return tuple(lines)
+
+
+def _contention(key: OpKey, group: NodeGroup) -> float:
+    """Factor by which the other ranks of a node slow an operator."""
+    num_bytes = sum(tensor_bytes(*t) for t in (*key.operands, *key.outputs))
+    if group.sharing is None or op_class(key.target) not in ("memory", "lookup") or num_bytes < _CACHE_BYTES:
+        return group.contention
+    return group.sharing.memory
 
 
 def _size(formula: OpTime) -> float:

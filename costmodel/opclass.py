@@ -64,6 +64,8 @@ _PASSES = {
     **dict.fromkeys(("dropout", "native_dropout"), Passes(forward_extra=0.25, backward_reads=0.25)),
     **dict.fromkeys(("cross_entropy_loss", "cross_entropy"), Passes(forward_kernels=2, forward_extra=2.0, backward_kernels=2, backward_reads=2.0)),
     **dict.fromkeys(("mul", "mul_", "div", "div_"), Passes(backward_kernels=1, backward_reads=1.0)),
+    # a chain of operators around its sums (runtime/sharded/batch_norm.py), none fused: 12 passes forward, 18 backward
+    "sync_batch_norm": Passes(forward_kernels=9, forward_extra=10.0, backward_kernels=11, backward_reads=16.0),
     "var_mean": Passes(backward_kernels=3, backward_reads=2.0),
 }
 

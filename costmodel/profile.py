@@ -21,7 +21,7 @@ import torch
 
 from costmodel.opkey import OpKey, OpTime, Shape
 
-_VERSION = 1  # of the way of measuring: entries of another version are not read
+_VERSION = 2  # of the way of measuring: entries of another version are not read
 _WAIT_S = 30.0
 _TABLES = """
 create table if not exists ops (version int, device text, torch text, threads int, key text, forward_s real, backward_input_s real,

@@ -9,12 +9,13 @@ from autoplan.commands.planning import load_model
 from autoplan.errors import UsageError
 from autoplan.launch import run_ranks
 from autoplan.modelsource import BatchSizes, load
+from autoplan.onerank import on_one_rank
 from autoplan.units import num_bytes, seconds
 from costmodel.analytic import AnalyticPrices
-from costmodel.cluster import Cluster
+from costmodel.cluster import Cluster, Sharing
 from costmodel.measured import MeasuredPrices
 from costmodel.profile import LinkFit, Profile
-from costmodel.stopwatch import paced_environment
+from costmodel.stopwatch import PresentDevice, paced_environment
 
 _LINK_BUDGET_S = 6.0
 
@@ -62,13 +63,13 @@ def profile_paced(model: str, cluster: Cluster, global_batch: int | None, seq: i
 
 
 def measured_machine(ranks: int) -> tuple[Cluster, tuple[LinkFit, ...]]:
-    """This machine as a cluster of `ranks`, with the contention of its cores and the links among them measured."""
+    """This machine as a cluster of `ranks`, with what they cost each other and the links among them measured."""
     from costmodel.detect import detect
 
     if ranks == 1:
         return detect(1), ()
-    contention, fits = run_ranks(_measure_links, ranks, timeout_s=120.0)[0]
-    return detect(ranks, effective_cores=ranks / contention), fits
+    sharing, fits = run_ranks(_measure_links, ranks, timeout_s=120.0)[0]
+    return detect(ranks, sharing=sharing), fits
 
 
 def measured_prices(cluster: Cluster, budget_s: float) -> MeasuredPrices:
@@ -76,14 +77,14 @@ def measured_prices(cluster: Cluster, budget_s: float) -> MeasuredPrices:
     import torch
 
     torch.set_num_threads(1)  # as a rank computes
-    return MeasuredPrices(cluster, Profile(), AnalyticPrices(cluster), budget_s=budget_s)
+    return MeasuredPrices(cluster, Profile(), AnalyticPrices(cluster), PresentDevice(on_one_rank), budget_s=budget_s)
 
 
-def _measure_links() -> tuple[float, tuple[LinkFit, ...]]:
+def _measure_links() -> tuple[Sharing, tuple[LinkFit, ...]]:
     import torch
     import torch.distributed as dist
 
-    from costmodel.links import measure_contention, measure_links
+    from costmodel.links import measure_links, measure_sharing
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return measure_contention(), measure_links(Profile(), _LINK_BUDGET_S)
+    return measure_sharing(), measure_links(Profile(), _LINK_BUDGET_S)

@@ -1,11 +1,11 @@
 """Measured mode on this machine: a plan's forecast from measured operators and links against the steps that the plan then takes.
 
-    python benchmarks/accuracy/here.py [MODEL...] [--ranks 1 2] [--steps 12]
+    python benchmarks/accuracy/here.py [MODEL...] [--ranks 1 2] [--steps 12] [--fixed dp=2 ...]
 
 For each model and number of ranks: the links are measured (as `autoplan profile` does), the model is captured, its operators are timed, the best
-plan is chosen, and as many processes train under it. Measured is the median step, counted by the slowest rank; the fastest step and the processor
-time of the busiest rank are printed beside it, for other work on the machine counts in what is measured between processes. Nothing is read
-from earlier measurements.
+plan (with the degrees that are `--fixed`) is chosen, and as many processes train under it. Measured is the median step, counted by the slowest rank;
+the fastest step and the processor time of the busiest rank are printed beside it, for other work on the machine counts in what is measured between
+processes. Nothing is read from earlier measurements.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from autoplan import Constraints  # noqa: E402
 from autoplan.api import find_plan  # noqa: E402
 from autoplan.commands.profiling import measured_machine, measured_prices  # noqa: E402
 from autoplan.explain import degrees  # noqa: E402
@@ -108,7 +109,9 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--fixed", nargs="*", default=[], metavar="DEGREE=NUMBER", help="degrees that the plan must have")
     options = parser.parse_args()
+    asked = Constraints(**{name: int(number) for name, number in (item.split("=") for item in options.fixed)})
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     print("| model | ranks | plan | forecast | measured | fastest | processor time | error |\n|---|---|---|---|---|---|---|---|")
@@ -118,7 +121,7 @@ def main() -> None:
             cluster, _ = measured_machine(ranks)
             for name in options.models:
                 model, batch = built(name)
-                plan = find_plan(model, batch, cluster, prices=measured_prices(cluster, BUDGET_S))
+                plan = find_plan(model, batch, cluster, asked, prices=measured_prices(cluster, BUDGET_S))
                 predicted_s, (median_s, fastest_s, busy_s) = plan.forecast.step_time_s, measured_s(name, dumps(plan), ranks, options.steps)
                 times = (f"{seconds:.3f} s" for seconds in (predicted_s, median_s, fastest_s, busy_s))
                 row = (name, ranks, degrees(plan), *times, f"{100 * (predicted_s / median_s - 1):+.1f} %")
