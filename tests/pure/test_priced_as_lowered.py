@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import autoplan
 from autoplan.explore import Searcher
@@ -15,6 +17,7 @@ from autoplan.workload import load_of
 from benchmarks.tensor.context import decoder
 from costmodel.analytic import AnalyticPrices
 from costmodel.cluster import Cluster
+from costmodel.opkey import OpKey, OpTime
 
 
 @pytest.mark.parametrize(("how", "tolerance"), [(dict(cp=4, tp=1), 0.02), (dict(tensor="2d", tp=4), 0.05)], ids=str)
@@ -42,6 +45,35 @@ def test_what_selective_recomputation_makes_again_is_weighed_as_its_program_says
     plan = plan_of(outcome.best(), searcher, outcome)
     told = forecast(lower(plan, graph), plan, graph, prices, overlap=searcher.shapes.overlap)
     assert forecast_of(outcome.best(), searcher).stages[0].memory.activations == pytest.approx(told.stages[0].memory.activations, rel=0.02)
+
+
+class _Seen:
+    """Prices that remember what they were asked."""
+
+    def __init__(self, prices: AnalyticPrices) -> None:
+        self.prices, self.targets = prices, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.prices, name)
+
+    def op(self, key: OpKey, device: int = 0) -> OpTime:
+        self.targets.add(key.target)
+        return self.prices.op(key, device)
+
+
+@pytest.mark.parametrize(("dp", "target"), [(1, "runtime.batch_norm"), (2, "runtime.sync_batch_norm")])
+def test_statistics_over_ranks_are_priced_as_the_chain_that_they_run_as(dp: int, target: str) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 12 * 12, 4))
+    graph = autoplan.capture(layers, (torch.randn(4, 3, 16, 16),), loss_fn=lambda out, batch: out.square().mean())
+    cluster, asked = Cluster.parse(f"cpu:1x{dp}"), autoplan.Constraints(dp=dp, pp=1, tp=1)
+    searched, told = _Seen(AnalyticPrices(cluster)), _Seen(AnalyticPrices(cluster))
+    searcher = Searcher(Task(graph, cluster, searched, asked, "adamw", None, None))  # type: ignore[arg-type]
+    outcome = searcher.run()
+    plan = plan_of(outcome.best(), searcher, outcome)
+    step_s = forecast(lower(plan, graph), plan, graph, told, overlap=False).step_time_s  # type: ignore[arg-type]
+    assert forecast_of(outcome.best(), searcher).step_time_s == pytest.approx(step_s, rel=0.01, abs=1e-5)  # a call that lowering leaves out
+    norms = [{name for name in seen.targets if "batch_norm" in name} for seen in (searched, told)]
+    assert norms == [{target}, {target}]
 
 
 def test_sums_over_depth_are_searched_in_the_dtype_in_which_they_are_made() -> None:

@@ -108,7 +108,7 @@ def test_a_saved_layer_follows_korthikanti() -> None:
 def test_traffic_hides_to_its_share_and_slows_what_it_hides_behind() -> None:
     assert overlapped_s(10, 4, 0.0, 1.2) == 14
     assert overlapped_s(10, 4, 1.0, 1.0) == 10
-    assert overlapped_s(10, 4, 1.0, 1.2) == pytest.approx(10.8)
+    assert overlapped_s(10, 4, 1.0, 1.2) == pytest.approx(10 + 4 / 6)
     assert overlapped_s(1, 4, 1.0, 1.2) == pytest.approx(4)
 
 
