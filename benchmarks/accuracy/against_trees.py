@@ -1,10 +1,11 @@
 """This cost model against boosted trees (trees.py): the same rows to fit on, step-time MAPE, mean over sources.
 
-python benchmarks/accuracy/against_trees.py ROWS... [--seeds 0]
+python benchmarks/accuracy/against_trees.py ROWS... [--seeds 0] [--product PRED.json]
 
 Listed: fitted on the rows of fit_rows.json (the constants that ship), tested on all others. Larger: fitted on those of them with at most 128
 GPUs, tested on all rows with 256 and more; trees also on all rows with at most 128 GPUs; this model's order of pairs, regret and memory
-there besides. Draws: fitted on a tenth of every source's rows, as robustness.py.
+there besides, by the closed formulas and, with --product (what predict.py wrote of these rows), through them by the product path. Draws: fitted on
+a tenth of every source's rows, as robustness.py.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy.calibrate import Sample  # noqa: E402
-from benchmarks.accuracy.predict import Rows, read, refit, seconds, timed  # noqa: E402
+from benchmarks.accuracy.predict import Rows, read, refit, refit_through, seconds, timed  # noqa: E402
 from benchmarks.accuracy.record import Run  # noqa: E402
-from benchmarks.accuracy.robustness import chosen, drawn, scores  # noqa: E402
+from benchmarks.accuracy.robustness import chosen, drawn, over_canonical, scores  # noqa: E402
 from benchmarks.accuracy.score import table  # noqa: E402
 from benchmarks.accuracy.trees import Boosted  # noqa: E402
 from costmodel.calibration import Calibration, load, priors  # noqa: E402
@@ -74,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--product", type=Path)
     options = parser.parse_args()
     rows = read(options.rows)
     everything, listed = timed(rows), chosen(rows)
@@ -84,7 +86,11 @@ def main() -> None:
     found = {"this model": with_constants(fitted)} | trees(small) | {"trees on all small rows": trees(limited(rows, SMALL))["trees on the ideal"]}
     report(f"fitted on at most {SMALL} GPUs, tested on {LARGE} and more ({len(large)} rows)", {name: errors(predict, large) for name, predict in found.items()})
     beyond = {source: [row for row in records if int(row["cluster"]["n_gpus"]) >= LARGE] for source, records in rows.items()}
-    print(table(scores({source: records for source, records in beyond.items() if records}, fitted)))
+    beyond = {source: records for source, records in beyond.items() if records}
+    print(table(scores(beyond, fitted)))
+    if options.product:
+        ratios = over_canonical(rows, options.product)
+        print(table(scores(beyond, refit_through(small, priors(), ratios), ratios)))
     runs: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         picked = drawn(rows, seed)

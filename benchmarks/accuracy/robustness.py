@@ -1,10 +1,11 @@
 """How much the scores depend on the rows that the constants are fitted on.
 
-python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out [SOURCE...]] [--path canonical|product]
+python benchmarks/accuracy/robustness.py ROWS... [--seeds 5] [--left-out [SOURCE...]] [--path canonical|product] [--product PRED.json]
 
 For each seed a tenth of every source's rows, at least one, is drawn at random, the constants are fitted on them from priors.json, and all rows are
 predicted. Printed: the means over the seeds. --left-out: for each source (or those named), constants fitted on the rows of fit_rows.json of all others.
-The product path is taken once, under the constants that ship: what it says over the closed formulas hardly depends on the constants.
+The product path is taken once, under the constants that ship: what it says over the closed formulas hardly depends on the constants. --product: what
+predict.py wrote of these rows with those constants, so that it need not be taken again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.accuracy.predict import Rows, predict, product_over_canonical, read, refit_through, timed  # noqa: E402
+from benchmarks.accuracy.predict import Rows, predict, product_over_canonical, read, refit_through, seconds, timed  # noqa: E402
 from benchmarks.accuracy.score import Score, score, table  # noqa: E402
 from costmodel.calibration import Calibration, load, priors  # noqa: E402
 
@@ -54,6 +55,15 @@ def scores(rows: Mapping[str, Rows], calibration: Calibration, ratios: Mapping[s
     return {source: score(records, predictions) for source, records in rows.items()}
 
 
+def over_canonical(rows: Mapping[str, Rows], said: Path | None) -> dict[str, float]:
+    """Row -> seconds of the product path over those of the closed formulas, under the constants that ship; `said`: its predictions, where they are there."""
+    shipped, samples = load(), timed(rows)
+    if said is None:
+        return {s.run.row_id: product_over_canonical(s.run, shipped) for s in samples}
+    known = json.loads(said.read_text())
+    return {s.run.row_id: known[s.run.row_id]["iteration_s"] / seconds(s.run, shipped) for s in samples}
+
+
 def mean(found: list[Score]) -> Score:
     """Field by field; counts rounded."""
     merged = {}
@@ -70,9 +80,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--left-out", nargs="*")
     parser.add_argument("--path", choices=("canonical", "product"), default="product")
+    parser.add_argument("--product", type=Path)
     options = parser.parse_args()
     rows = read(options.rows)
-    ratios = {s.run.row_id: product_over_canonical(s.run, load()) for s in timed(rows)} if options.path == "product" else NONE
+    ratios = over_canonical(rows, options.product) if options.path == "product" else NONE
     if options.left_out is not None:
         picked, found = chosen(rows), {}
         for source in options.left_out or rows:

@@ -68,6 +68,20 @@ def test_recomputation_costs_a_third_more_and_saves_memory() -> None:
     assert full < free / 3
 
 
+def test_launches_that_block_cost_their_whole_time_where_the_source_says_so() -> None:
+    slow, plain = (step_time(run_of(row(source=f"bigscience {script}")), load()).pipeline_s for script in ("tr11-176B-ml", "gpt2.md"))
+    assert slow > 1.1 * plain  # of micro-batches that take little longer than their launches
+    large = [step_time(run_of(row(source=f"bigscience {script}", micro_batch=16)), load()).pipeline_s for script in ("tr11-176B-ml", "gpt2.md")]
+    assert large[0] - large[1] < slow - plain
+
+
+def test_an_optimizer_that_sums_whole_fp32_gradients_moves_two_and_a_half_times_the_bytes() -> None:
+    """Twice four bytes and the gathered two, against two and two."""
+    changes = dict(source="bigscience", pp=1, dp=8, hidden=12288, ffn=49152)
+    reduce_s = {p: step_time(run_of(row(precision=p, **changes)), load()).reduce_s for p in ("fp16", "bf16")}
+    assert reduce_s["bf16"] / reduce_s["fp16"] == pytest.approx(2.5, rel=0.02)
+
+
 def test_tensor_parallelism_across_nodes_is_a_disaster() -> None:
     assert time_of(tp=16, pp=1, dp=4) > 1.4 * time_of(tp=8, pp=2, dp=4)
 
