@@ -30,7 +30,9 @@ _VISION = dict(hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads
 _VISION |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attention_dropout=0.0, drop_path_rate=0.0)
 _SOUND = _WORDS | _QUIET | dict(conv_dim=(16, 16), conv_stride=(4, 2), conv_kernel=(8, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
 _SOUND |= dict(num_feat_extract_layers=2, mask_time_prob=0.0, layerdrop=0.0, num_labels=CLASSES, feat_proj_dropout=0.0, classifier_proj_size=16)
-_TOWERS = dict(text_config=_WORDS | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), vision_config={k: v for k, v in _VISION.items() if k != "num_labels"})
+_TOWERS = dict(
+    text_config=_WORDS | _QUIET | dict(eos_token_id=2, bos_token_id=1, pad_token_id=0), vision_config={k: v for k, v in _VISION.items() if k != "num_labels"}
+)
 
 
 @dataclass(frozen=True)
