@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from autoplan.forecast import Memory
 from autoplan.notes import landmarks
-from autoplan.plan import BlockPlan, Plan
+from autoplan.plan import BlockPlan, Plan, recomputed, ways_by_pattern
+from autoplan.space import RECOMPUTES
 from autoplan.units import count, figures, num_bytes, seconds
 
 
@@ -36,9 +37,21 @@ def degrees(plan: Plan) -> str:
     mesh += f" ({own_meshes(plan)})" if plan.stage_meshes else ""
     micro = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches != 1 else ''} of {plan.micro_batch_size}"
     facts = [mesh, attends(plan), f"ZeRO {plan.zero}" if plan.zero else "", plan.schedule if plan.degree("pp") > 1 else "", serving(plan), micro]
-    recomputed = sorted({block.recompute for block in plan.blocks} - {"none"})
     facts += [f"gradients as {plan.compression}" if plan.compression else "", f"gradients late by {plan.delay} step" if plan.delay else ""]
-    return " · ".join(fact for fact in (*facts, f"recompute {', '.join(recomputed)}" if recomputed else "") if fact)
+    return " · ".join(fact for fact in (*facts, recomputing(plan)) if fact)
+
+
+def recomputing(plan: Plan) -> str:
+    """ "recompute full", "recompute selective (12 of 32 layers)"; "" where nothing is."""
+    found = ways_by_pattern(plan)
+    several = {pattern for pattern, ways in found.items() if len(ways) > 1}
+    if not several:
+        ways = sorted({way for own in found.values() for way in own} - {"none"})
+        return f"recompute {', '.join(ways)}" if ways else ""
+    patterns = {number: block.pattern for block in plan.blocks for number in block.blocks}
+    own = [way for number, way in enumerate(recomputed(plan)) if patterns.get(number) in several or way != "none"]
+    counts = ", ".join(f"{way} ({own.count(way)} of {len(own)} layers)" for way in RECOMPUTES[1:] if way in own)
+    return f"recompute {counts}"
 
 
 def own_meshes(plan: Plan) -> str:

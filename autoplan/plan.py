@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class BlockPlan:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """Blocks [start, stop) of the graph, by name of the first and last. `gathers`: what tensor ranks hold alike comes from other pipeline
-    ranks in pieces (autoplan/transit.py)."""
+    ranks in pieces (autoplan/transit.py). `recompute`: how each of them is recomputed, () where all are as their patterns say."""
 
     start: int
     stop: int
@@ -57,6 +57,7 @@ class StagePlan:
     last: str
     rank: int  # "pp" coordinate
     gathers: bool = False
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,26 @@ class Plan:
         from autoplan.explain import explain
 
         return explain(self)
+
+
+def recomputed(plan: Plan) -> tuple[str, ...]:
+    """How each block of the graph is recomputed: "none", "selective" or "full"."""
+    by_pattern = {number: block.recompute for block in plan.blocks for number in block.blocks}
+    found: list[str] = []
+    for stage in plan.stages:
+        found += stage.recompute or (by_pattern.get(number, "none") for number in range(stage.start, stage.stop))
+    return tuple(found)
+
+
+def ways_by_pattern(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Pattern -> the ways in which its blocks are recomputed."""
+    ways = recomputed(plan)
+    return {block.pattern: tuple(sorted({ways[number] for number in block.blocks} or {block.recompute})) for block in plan.blocks}
+
+
+def with_ways(plan: Plan, ways: Sequence[str]) -> Plan:
+    """The plan with a way of recomputing for every block of the graph."""
+    return replace(plan, stages=tuple(replace(stage, recompute=tuple(ways[stage.start : stage.stop])) for stage in plan.stages))
 
 
 def workers_of(plan: Plan) -> tuple[int, ...]:

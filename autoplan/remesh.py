@@ -17,7 +17,7 @@ from autoplan.errors import InfeasibleError
 from autoplan.explain import own_meshes
 from autoplan.graph import Graph
 from autoplan.lower import lower
-from autoplan.plan import Plan, StagePlan
+from autoplan.plan import Plan, StagePlan, recomputed
 from autoplan.schemes import Axes
 from autoplan.simulate import forecast
 from autoplan.stagemeshes import with_stage_meshes
@@ -68,10 +68,13 @@ def _cost(plan: Plan) -> tuple[int, float]:
 
 def _other_cuts(graph: Graph, plan: Plan) -> Iterator[Plan]:
     """The plan with one block moved over one boundary, every way."""
+    ways = recomputed(plan) if any(stage.recompute for stage in plan.stages) else ()
     starts = [*(stage.start for stage in plan.stages), len(graph.blocks)]
     for j in range(1, len(starts) - 1):
         for step in (-1, 1):
             moved = [*starts[:j], starts[j] + step, *starts[j + 1 :]]
             if moved[j - 1] < moved[j] < moved[j + 1]:
                 spans = zip(pairwise(moved), plan.stages, strict=True)
-                yield replace(plan, stages=tuple(StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, old.rank) for (a, b), old in spans))
+                names = graph.blocks
+                stages = (StagePlan(a, b, names[a].name, names[b - 1].name, old.rank, recompute=ways[a:b]) for (a, b), old in spans)
+                yield replace(plan, stages=tuple(stages))

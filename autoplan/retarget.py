@@ -8,6 +8,7 @@ from autoplan.arrange import arranged
 from autoplan.errors import StalePlanError, UsageError
 from autoplan.graph import Graph
 from autoplan.plan import BlockPlan, Plan
+from autoplan.space import RECOMPUTES
 
 
 def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
@@ -21,6 +22,11 @@ def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
     if ranks != world_size:
         text = " | ".join(" x ".join(f"{axis}={size}" for axis, size in mesh) for mesh in plan.stage_meshes or (plan.axes,))
         raise StalePlanError(f"the plan is for {ranks} ranks ({text}), this job has {world_size}: start {ranks} ranks, or plan again for {world_size}.")
+    for stage in plan.stages:
+        odd = sorted(set(stage.recompute) - set(RECOMPUTES))
+        if stage.recompute and (odd or len(stage.recompute) != stage.stop - stage.start):
+            found = f"the unknown ways {', '.join(odd)}" if odd else f"{len(stage.recompute)} ways of recomputing for {stage.stop - stage.start} blocks"
+            raise StalePlanError(f"the plan's stage {stage.first} ... {stage.last} has {found}: give one of {', '.join(RECOMPUTES)} for every block, or none")
 
 
 def retarget(plan: Plan, old: Graph, new: Graph) -> Plan:

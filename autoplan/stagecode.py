@@ -50,7 +50,7 @@ def stage_code(context: Lowering, number: int, needs: Mapping[str, object], rows
     finals, loss = _finals(context, emitter, number)
     leaving = tuple(emitter.read(name, emitter.produced(name)) for name in _leaving(context, number))
     keep = {*finals.values(), *leaving, *([loss] if loss else [])}
-    codes = _blocks(context, emitter, spans, keep)
+    codes = _blocks(context, emitter, spans, keep, plan.stages[number].recompute)
     updates = tuple((buffer, finals[value]) for buffer, value in graph.buffer_updates if value in finals)
     updated = [buffer for buffer, _ in updates if buffer not in emitter.stored]
     for name in updated:
@@ -149,10 +149,10 @@ def _holder(context: Lowering, name: str, number: int) -> int:
     return min((stage for stage in readers if stage < number and ranks[stage] == ranks[number]), default=source)
 
 
-def _blocks(context: Lowering, emitter: Emitter, spans: range, keep: set[str]) -> tuple[BlockCode, ...]:
-    """The stage's blocks with what crosses between them."""
+def _blocks(context: Lowering, emitter: Emitter, spans: range, keep: set[str], ways: tuple[str, ...]) -> tuple[BlockCode, ...]:
+    """The stage's blocks with what crosses between them. `ways`: how each is recomputed, () as its pattern."""
     graph = context.graph
-    recompute = {block.pattern: block.recompute for block in context.plan.blocks}
+    by_pattern = {block.pattern: block.recompute for block in context.plan.blocks}
     pieces = emitter.pieces
     used_later: list[set[str]] = [set() for _ in pieces]
     reads = [list(dict.fromkeys(name for instr in piece for name in uses(instr))) for piece in pieces]
@@ -167,7 +167,7 @@ def _blocks(context: Lowering, emitter: Emitter, spans: range, keep: set[str]) -
         inputs = tuple(name for name in reads[piece] if name not in emitter.stored and emitter.home.get(name) != piece)
         made = [out.name for instr in instrs for out in instr.outputs if out.spec is not None]
         outputs = tuple(name for name in made if name in used_later[piece] or name in keep)
-        how = recompute.get(graph.blocks[block].pattern, "none")
+        how = ways[block - spans.start] if ways else by_pattern.get(graph.blocks[block].pattern, "none")
         assert how in ("none", "selective", "full")
         code = fuse_bias(BlockCode(graph.blocks[block].name, inputs, stored, tuple(instrs), outputs, how))
         if instrs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,7 +89,7 @@ class BlockLoad:
 
 
 class Work:
-    """All blocks of a model under one choice."""
+    """All blocks of a model under one choice. `recompute` says how its layers are recomputed, all alike; `with_modes`, each by itself."""
 
     def __init__(self, outline: Outline, local: LocalGraph, chosen: Chosen, recompute: str, step: Step) -> None:
         self.outline = outline
@@ -97,13 +98,27 @@ class Work:
         self.local = local
         self.contexts = tuple(context for context in local.contexts if isinstance(context, LocalContext))
         self.chosen = chosen
-        has_layers = any(block.layer for block in outline.graph.blocks)
-        self.loads: Mapping[str, BlockLoad] = {
-            pattern: self._block(pattern, recompute if not has_layers or outline.graph.blocks[number].layer else "none")
-            for pattern, number in outline.examples.items()
-        }
+        self.recompute = recompute
+        self.modes: tuple[str, ...] = tuple(self._way(block.pattern, recompute) for block in outline.graph.blocks)
+        self._priced: dict[str, BlockLoad] = {}
 
-    def _block(self, pattern: str, recompute: str) -> BlockLoad:
+    def with_modes(self, modes: tuple[str, ...]) -> Work:
+        """The same choice, each block of the graph recomputed as `modes` says, where its pattern may be."""
+        other = copy(self)
+        other.modes = tuple(self._way(block.pattern, way) for block, way in zip(self.outline.graph.blocks, modes, strict=True))
+        other.__dict__.pop("blocks", None)
+        return other
+
+    def _way(self, pattern: str, way: str) -> str:
+        return way if self.outline.is_recomputed(pattern) else "none"
+
+    def load(self, pattern: str, way: str) -> BlockLoad:
+        """A block of a pattern, recomputed so."""
+        if pattern not in self._priced:
+            self._priced[pattern] = self._block(pattern)
+        return replace(self._priced[pattern], recompute=self._way(pattern, way))
+
+    def _block(self, pattern: str) -> BlockLoad:
         enters, leaves = self.outline.boundary_of(self.outline.examples[pattern], self.chosen.boundary)
         kept = {name: layout for name, layout in enters.items() if self.outline.graph.values[name].requires_grad}
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
@@ -122,7 +137,7 @@ class Work:
             moved, data_s = (*moved, *found.traffic), (data_s[0] + found.forward_s, data_s[1] + found.backward_s)
             deferred = (*deferred, (context.name, resting_bytes(context, self.local, point.rests)))
         sent = self._compressed_bytes(point, self.step.degree("dp"))
-        return BlockLoad(point, size(kept.items()), size(leaves), recompute, moved, data_s, deferred, sent)
+        return BlockLoad(point, size(kept.items()), size(leaves), "none", moved, data_s, deferred, sent)
 
     def _compressed_bytes(self, point: BlockPoint, num_ranks: int) -> int:
         compression, graph = self.step.sums.compression, self.outline.graph
@@ -151,7 +166,12 @@ class Work:
     def blocks(self) -> tuple[BlockLoad, ...]:
         """The blocks that take part in a step, in order."""
         graph = self.outline.graph
-        return tuple(self.loads[graph.blocks[number].pattern] for number in self.outline.blocks)
+        known: dict[tuple[str, str], BlockLoad] = {}
+        for number in self.outline.blocks:
+            pattern, way = graph.blocks[number].pattern, self.modes[number]
+            if (pattern, way) not in known:
+                known[pattern, way] = self.load(pattern, way)
+        return tuple(known[graph.blocks[number].pattern, self.modes[number]] for number in self.outline.blocks)
 
     def tail_per_byte_s(self, seconds: float) -> np.ndarray:
         """Seconds of each block's share of what follows the last backward."""
@@ -208,8 +228,7 @@ class Work:
 
     def _stage(self, index: int, start: int, stop: int, rank_of_start: Mapping[int, int], sends: Mapping[int, tuple[Send, ...]]) -> StageLoad:
         graph = self.outline.graph
-        numbers = [n for n in self.outline.blocks if start <= n < stop]
-        blocks = [self.loads[graph.blocks[n].pattern] for n in numbers]
+        blocks = [block for n, block in zip(self.outline.blocks, self.blocks, strict=True) if start <= n < stop]
         extra = self._repeated(start, stop)
         forward, backward, recompute = Pass(), Pass(), Pass()
         traffic: list[Traffic] = []

@@ -11,7 +11,7 @@ from autoplan.forecast import Forecast
 from autoplan.gathered import gathered_loops, loop_of
 from autoplan.graph import Graph, Op, Option, options
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, conversion
-from autoplan.plan import BlockPlan, Plan, StagePlan
+from autoplan.plan import BlockPlan, Plan, StagePlan, with_ways
 from autoplan.schemes import Axes
 
 NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
@@ -49,7 +49,7 @@ def manual_plan(
     zero: int = 0,
     num_micro_batches: int = 1,
     schedule: str = "1f1b",
-    recompute: str = "none",
+    recompute: str | tuple[str, ...] = "none",
     splits: Mapping[str, Mapping[str, str]] | None = None,
     precision: str | None = None,
     sync: str = "allreduce",
@@ -63,12 +63,13 @@ def manual_plan(
     stage_meshes: tuple[Axes, ...] = (),
 ) -> Plan:
     """A plan with these degrees, or with `stage_meshes` those of each of `pp` stages; `splits` maps block pattern to {op name: option label}
-    (default: nothing split). `tensor`: the tensor axes, where they are others than ("tp", tp)."""
+    (default: nothing split). `tensor`: the tensor axes, where they are others than ("tp", tp). `recompute`: several ways are those of the blocks, in turn."""
     assert graph.batch_size is not None
     splits = splits or {}
     patterns = {block.pattern: block.name for block in reversed(graph.blocks)}
-    blocks = tuple(BlockPlan(pattern, name, splits.get(pattern, {}), {}, recompute) for pattern, name in patterns.items())
-    return Plan(
+    alike = recompute if isinstance(recompute, str) else "none"
+    blocks = tuple(BlockPlan(pattern, name, splits.get(pattern, {}), {}, alike) for pattern, name in patterns.items())
+    plan = Plan(
         model=graph.name,
         model_fingerprint=graph.fingerprint,
         cluster="cpu",
@@ -96,6 +97,7 @@ def manual_plan(
         staleness=staleness,
         shares=shares,
     )
+    return plan if isinstance(recompute, str) else with_ways(plan, [recompute[i % len(recompute)] for i in range(len(graph.blocks))])
 
 
 def random_splits(graph: Graph, tp: int, seed: int, *, gathered: bool = False) -> dict[str, dict[str, str]]:

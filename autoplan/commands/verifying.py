@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from autoplan.explain import degrees
 from autoplan.launch import run_ranks
 from autoplan.modelsource import BatchSizes, Source, load
 from autoplan.parallel import parallelize
-from autoplan.plan import Plan
+from autoplan.plan import Plan, recomputed, ways_by_pattern, with_ways
 from autoplan.planfile import dumps, loads
 from autoplan.planfile import load as load_plan
 from autoplan.schemes import row_unit, scheme_of
 from autoplan.shrink import shrunk
+from autoplan.space import RECOMPUTES
 from autoplan.stagemeshes import with_stage_meshes
 
 TOLERANCE = 1e-5  # relative L2 of every tensor, fp32
@@ -84,6 +86,8 @@ def verify_command(model: str, path: Path | None, ranks: int) -> int:
         small = recipe.of(source)
     with working("planning"):
         plan = _planned(small, used, constraints, must=wanted is not None)
+        if wanted is not None and len(_ways(wanted)) > 1:
+            plan = _in_turn(plan, _ways(wanted))
     if own:
         plan = with_stage_meshes(plan, own)
         used = plan.num_ranks
@@ -140,7 +144,6 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
         smaller = max(d for d in range(1, sizes[largest]) if sizes[largest] % d == 0)
         sizes[largest] = smaller
     tp, pp, dp, cp, ep = sizes.values()
-    modes = {block.recompute for block in wanted.blocks}
     found = Constraints(
         tp=tp,
         pp=pp,
@@ -151,10 +154,23 @@ def _constraints(wanted: Plan | None, ranks: int) -> tuple[Constraints, int]:
         zero=wanted.zero if dp > 1 else None,
         schedule=wanted.schedule if pp > 1 else None,
         num_chunks=wanted.num_chunks if pp == wanted.degree("pp") > 1 else None,
-        recompute=modes.pop() if len(modes) == 1 else None,
+        recompute=_ways(wanted)[-1],
         sync=None if wanted.sync == "allreduce" else wanted.sync,
     )
     return found, math.prod(sizes.values())
+
+
+def _ways(wanted: Plan) -> tuple[str, ...]:
+    """The ways of recomputing of the plan's layers, in the order of RECOMPUTES."""
+    found = list(ways_by_pattern(wanted).values())
+    ways = {way for own in found for way in own if len(own) > 1 or way != "none"} or {"none"}
+    return tuple(way for way in RECOMPUTES if way in ways)
+
+
+def _in_turn(plan: Plan, ways: tuple[str, ...]) -> Plan:
+    """The plan with its recomputed blocks recomputed in these ways, in turn."""
+    turn = itertools.cycle(ways)
+    return with_ways(plan, [way if way == "none" else next(turn) for way in recomputed(plan)])
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, global_norm: float) -> float:

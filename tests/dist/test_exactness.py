@@ -24,6 +24,7 @@ BY_HAND = [
     Case("mlp", dict(dp=2, zero=1, num_micro_batches=2), dtype="float64", optimizer="AdamW"),
     Case("mlp", dict(dp=2, zero=2, num_micro_batches=2), dtype="float64", optimizer="AdamW"),
     Case("gpt2", dict(pp=2, num_micro_batches=4, recompute="full")),
+    Case("gpt2", dict(pp=2, num_micro_batches=2, recompute=("none", "full", "selective"))),
     Case("t5", dict(pp=2, num_micro_batches=2)),
     Case("mixtral-aux", dict(dp=2)),
     Case("resnet50", dict(dp=2, zero=3), dtype="float64"),  # its batch statistics amplify rounding ten thousand times
