@@ -44,10 +44,12 @@ from autoplan.choose import Outline
 from autoplan.holding import least_held
 from autoplan.least import Least, main_of
 from autoplan.load import BUCKET_BYTES
+from autoplan.mixing import Mixture
 from autoplan.price import Pricer, axis_group
 from autoplan.replay import Step
 from autoplan.room import Counts, Room
 from autoplan.slots import Block, Slots, slots_of
+from autoplan.space import MIXED
 from autoplan.spine import spine_of
 from autoplan.transit import AXIS
 from costmodel.memory import Widths
@@ -79,14 +81,16 @@ class Bounds:
         if caps is None:
             return float("inf")
         n, m = step.num_ranks, step.num_micro_batches
+        is_chain = not step.is_split and n == len(step.stage_ranks)
+        mixture = self.room.mixture(blocks, step, counts) if recompute == MIXED and (is_chain or counts is least_held) else None
+        more_s = mixture.least_again_s if mixture is not None else 0.0
         again = {p: b.again_s(recompute) for p, b in blocks.items()}
-        total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items())
+        total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items()) + more_s
         bound = m * max(b.seconds + again[p] for p, b in blocks.items())
         line = self.spine.of(blocks)
-        line_s = sum(b.count * (b.seconds + again[p]) for p, b in line.items())
+        line_s = sum(b.count * (b.seconds + again[p]) for p, b in line.items()) + (0.0 if self.spine.num_off else more_s)
         forward = sum(b.count * b.forward_s for b in blocks.values())
-        backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items())
-        is_chain = not step.is_split and n == len(step.stage_ranks)
+        backward = sum(b.count * (b.backward_s + again[p]) for p, b in blocks.items()) + more_s
         share_s = self._share(blocks, step, total, forward, backward)
         bound = max(bound, share_s / n, ramp(line_s, n, m) if is_chain else 0.0)
         if bound >= self.enough_s:
@@ -103,15 +107,16 @@ class Bounds:
         if bound >= self.enough_s:
             return bound
         if not is_chain:
-            return max(bound, self._in_parts_s(blocks, slots, step, again, share_s, caps if counts is least_held else None, sent_s))
+            return max(bound, self._in_parts_s(blocks, slots, step, again, share_s, caps if counts is least_held else None, sent_s, mixture))
         often = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}.get(step.zero, (0, 0))  # gathers and reductions that nothing hides
         bound = max(bound, share_s / n + often[0] * gather_s + often[1] * reduce_s)
         if n > 1 and bound < self.enough_s:
             plain = line_s + 2 * crossings * sent_s
-            moved = first_s + slots.backward_s + 2 * crossings * sent_s
+            moved = first_s + slots.backward_s + 2 * crossings * sent_s + (0.0 if self.spine.num_off or slots.backward_is_moved else more_s)
             if main_of(line)[0] != main_of(blocks)[0]:
-                caps = np.full(n, float(main_of(line)[1].count))  # those are of other blocks
-            bound = max(bound, self._chains(line, slots, step, caps, plain, 0.0), self._chains(line, slots, step, caps, moved, 1.0))
+                caps, mixture = np.full(n, float(main_of(line)[1].count)), None  # those are of other blocks
+            for base_s, counted in ((plain, 0.0), (moved, 1.0)):
+                bound = max(bound, self._chains(line, slots, step, caps, base_s, counted, mixture))
         return bound
 
     def _slots(self, blocks: Mapping[str, Least], step: Step, again: Mapping[str, float]) -> Slots:
@@ -167,8 +172,9 @@ class Bounds:
         piece_s = min(self.pricer.collective("send", num_bytes // tensor.size, link) for link in links)
         return min(whole_s, piece_s + self.pricer.collective("all_gather", num_bytes, tensor))
 
-    def _chains(self, blocks: Mapping[str, Least], slots: Slots, step: Step, caps: np.ndarray, base_s: float, moved: float) -> float:
+    def _chains(self, blocks: Mapping[str, Least], slots: Slots, step: Step, caps: np.ndarray, base_s: float, moved: float, mixture: Mixture | None) -> float:
         """Chains of one stage a rank: `base_s` and what the stages' own blocks add; `moved`: whether what moves beside a last backward counts."""
+        times = 0.0 if mixture is None or slots.backward_is_moved else step.num_micro_batches - 1.0
         n, m = len(step.stage_ranks), step.num_micro_batches
         name, main = main_of(blocks)
         free = np.full(n, m - 1.0) if step.schedule == "gpipe" else np.maximum(0.0, m - n + np.arange(n))
@@ -187,7 +193,7 @@ class Bounds:
         tails = (costs + slot.last_backward_s + slot.tail_s, slot.backward_s, base_s - slots.backward_s) if moved and slot.tail_s else None
 
         def is_enough(t: float) -> bool:
-            counts = _whole(t - spent, costs, caps)
+            counts = _whole(t - spent, costs, caps) if mixture is None else mixture.whole(t - spent, costs, times, caps)
             if tails is None or counts.sum() < main.count:
                 return bool(counts.sum() >= main.count)
             own, back_s, before_s = tails
@@ -197,10 +203,19 @@ class Bounds:
                 placed += min(most, max(0.0, math.floor(room / max(cost - back_s, 1e-30) * (1 + 1e-9))))
             return placed >= main.count
 
-        return base_s + _least_whole(is_enough, least, 2 * least + float(costs.max() + spent.max()) + slot.tail_s * main.count)
+        slowest_s = times * float(mixture.again_s.max()) * main.count / n if mixture is not None else 0.0
+        return base_s + _least_whole(is_enough, least, 2 * (least + slowest_s) + float(costs.max() + spent.max()) + slot.tail_s * main.count)
 
     def _in_parts_s(
-        self, blocks: Mapping[str, Least], slots: Slots, step: Step, again: Mapping[str, float], share_s: float, caps: np.ndarray | None, sent_s: float
+        self,
+        blocks: Mapping[str, Least],
+        slots: Slots,
+        step: Step,
+        again: Mapping[str, float],
+        share_s: float,
+        caps: np.ndarray | None,
+        sent_s: float,
+        mixture: Mixture | None,
     ) -> float:
         """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
         p, m = step.num_ranks, step.num_micro_batches
@@ -217,14 +232,15 @@ class Bounds:
                 pattern = graph.blocks[number].pattern
                 spent[rank] += m * (blocks[pattern].seconds + again[pattern])
             costs = np.full(p, m * (main.seconds + again[name]))
-            bound = max(bound, _least_whole(lambda t: _whole(t - spent, costs, caps).sum() >= main.count, bound, 2 * bound))
+            whole = (lambda t: _whole(t - spent, costs, caps)) if mixture is None else (lambda t: mixture.whole(t - spent, costs, m, caps))
+            bound = max(bound, _least_whole(lambda t: whole(t).sum() >= main.count, bound, 2 * bound))
         if caps is not None and bound < self.enough_s and not self.spine.num_off:
-            bound = max(bound, self._paths_s(slots, step, sent_s))
+            bound = max(bound, self._paths_s(slots, step, sent_s, 0.0 if mixture is None else mixture.least_again_s))
         return bound
 
-    def _paths_s(self, slots: Slots, step: Step, sent_s: float) -> float:
-        """What the paths through the schedule's order say. Their best shares are a linear program; those of blocks of other proportions, which are a bound
-        too, are tried before."""
+    def _paths_s(self, slots: Slots, step: Step, sent_s: float, again_s: float) -> float:
+        """What the paths through the schedule's order say; `again_s`: of a micro-batch, what is run again somewhere besides. Their best shares are a linear
+        program; those of blocks of other proportions, which are a bound too, are tried before."""
         known = np.array([[s.forward_s, s.backward_s, 0.0, s.first_forward_s, s.last_backward_s, s.last_weights_s, s.tail_s] for s in slots.each.values()])
         rest = np.array([s.rest_s for s in slots.each.values()])
         counts = np.array([s.count for s in slots.each.values()])
@@ -234,9 +250,12 @@ class Bounds:
             held = [0.0 * own if is_moved else own for own, is_moved in zip(held, (slots.forward_is_moved, slots.backward_is_moved), strict=True)]
             held += [times[:, 2] + times[:, 5]] if step.is_split else []
             costs = times @ known.T + np.min(held, axis=0)[:, None] * rest  # [stage, pattern]
-            return float(counts @ costs.min(axis=0)) + sends * sent_s
+            repeated = times[:, 1] * (not slots.backward_is_moved) + times[:, 4] * (not slots.last_is_moved)
+            return float(counts @ costs.min(axis=0)) + sends * sent_s + float(repeated.min()) * again_s
 
         whole = np.array([*(counts @ known), counts @ rest])
+        whole[1] += again_s
+        whole[4] += again_s
         unit = max(whole[0] + whole[1] + whole[-1], 1e-30)
         proportion = tuple(int(share) for share in np.round(paths.PARTS * np.minimum(whole / unit, paths.PARTS)))
         asked = (step.schedule, step.stage_ranks, step.num_micro_batches)

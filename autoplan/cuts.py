@@ -24,12 +24,16 @@ _ROUNDING = 1e-12
 
 
 def best_cuts(
-    seconds: Sequence[float] | np.ndarray, num_stages: int, fits: Sequence[np.ndarray] | None = None, entry_s: np.ndarray | None = None
+    seconds: Sequence[float] | np.ndarray,
+    num_stages: int,
+    fits: Sequence[np.ndarray] | None = None,
+    entry_s: np.ndarray | None = None,
+    more_s: Sequence[np.ndarray] | None = None,
 ) -> tuple[int, ...] | None:
     """Starts of the stages and the end: num_stages + 1 indices from 0 to the number of blocks. None where no cut fits.
 
     `seconds` of every block, or a row of them for each stage where stages run on unequal devices. `entry_s[j, a]`: what stage j
-    takes besides where it begins at block a (transfers on its link).
+    takes besides where it begins at block a (transfers on its link); `more_s[j][a, b]`: what it takes besides with blocks [a, b), infinity where it cannot.
     `fits[j][a, b]` is whether stage j can hold blocks [a, b), an (n + 1, n + 1) boolean array. Raises InfeasibleError where
     there are fewer blocks than stages.
     """
@@ -40,6 +44,8 @@ def best_cuts(
     ends = np.concatenate([np.zeros((num_stages, 1)), np.cumsum(per_stage, axis=1)], axis=1)
     entry = np.zeros((num_stages, n + 1)) if entry_s is None else entry_s
     work = [own[None, :] - own[:, None] + first[:, None] for own, first in zip(ends, entry, strict=True)]  # work[j][a, b]
+    if more_s is not None:
+        work = [own + more for own, more in zip(work, more_s, strict=True)]
     forward = np.arange(n + 1)[None, :] > np.arange(n + 1)[:, None]
     allowed = [forward if fits is None else forward & fits[j] for j in range(num_stages)]
     bottleneck = _fill(work, allowed, np.maximum)[0][-1][n]

@@ -27,7 +27,7 @@ from autoplan.replay import Step, durations, replay, tails_s
 from autoplan.replicas import PASSES, Kind, slowest
 from autoplan.shapebounds import dominates
 from autoplan.shares import best_shares, row_shares
-from autoplan.space import Shape, Storing
+from autoplan.space import MIXED, Shape, Storing
 from autoplan.stagework import Work
 from autoplan.task import Task
 from costmodel.opkey import Collective, OpKey, OpTime, RankGroup
@@ -110,8 +110,8 @@ def drafts_of(task: Task, found: Sequence[Kind], searchers: dict[Kind, Searcher]
             orders.append(("dp", *(name for name in orders[0] if name != "dp")))
         kept: list[Storing] = []
         for storing in sorted(reference.shapes.storings(shape), key=lambda s: s.order):
-            if any(dominates(one, storing) for one in kept):
-                continue
+            if storing.recompute == MIXED or any(dominates(one, storing) for one in kept):
+                continue  # replicas of unequal devices lack unequally much memory
             of_kind = _priced(shape, storing, searchers, reference)
             if of_kind is None:
                 continue

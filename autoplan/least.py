@@ -14,11 +14,12 @@ from autoplan.choose import Boundary, Chooser
 from autoplan.gridprices import weight_parts
 from autoplan.layout import Split
 from autoplan.problem import Item
+from autoplan.space import MIXED, RECOMPUTES
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What one block of a pattern takes at least, whatever its options. `seconds` of one micro-batch."""
+    """What one block of a pattern takes at least, whatever its options. `seconds` of one micro-batch, without what is run again."""
 
     count: int
     is_recomputed: bool  # where recomputation is full
@@ -34,18 +35,22 @@ class Least:
     kept_bytes: int = 0  # and keeps beside what enters
     repeated_bytes: int = 0  # and makes again, of `saved_bytes`
     leave_bytes: int = 0  # of values with a gradient that the next block of the spine reads, one rank's part
+    whole_s: float = 0.0  # what full recomputation repeats
 
     def again_s(self, recompute: str) -> float:
-        return {"none": 0.0, "selective": self.repeated_s, "full": self.forward_s}[recompute] if self.is_recomputed else 0.0
+        """What a way of recomputing repeats at least; one that mixes ways may repeat nothing."""
+        return {"selective": self.repeated_s, "full": self.whole_s}.get(recompute, 0.0) if self.is_recomputed else 0.0
 
     def held_bytes(self, recompute: str) -> int:
+        if recompute == MIXED:
+            return min(self.held_bytes(way) for way in RECOMPUTES)
         if recompute == "none" or not self.is_recomputed:
             return self.saved_bytes
         return self.enter_bytes + (self.kept_bytes if recompute == "selective" else 0)
 
     def transient_bytes(self, recompute: str) -> int:
         """What a recomputed block makes again at once."""
-        if recompute == "none" or not self.is_recomputed:
+        if recompute in ("none", MIXED) or not self.is_recomputed:
             return 0
         return self.repeated_bytes if recompute == "selective" else self.saved_bytes
 
@@ -82,6 +87,7 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...], sent: Mappi
             sum(min(sum(size for _, size in choice.kept) for choice in item.choices) for item in items),
             _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept)),
             leaving.get(pattern, 0),
+            sum(min(choice.forward_s for choice in item.choices) for item in items),
         )
     return found
 

@@ -28,6 +28,7 @@ class Result:
     bubble_s: float
     is_bent: bool  # whether other cuts would be faster, but for memory
     stage_ranks: tuple[int, ...]
+    modes: tuple[str, ...] = ()  # how each block of the graph is recomputed, where they are not alike
 
     @property
     def fits(self) -> bool:

@@ -20,9 +20,11 @@ import numpy as np
 from autoplan.choose import Outline
 from autoplan.holding import least_held, long_enough, moments
 from autoplan.least import Least, main_of
+from autoplan.mixing import Mixture
 from autoplan.price import itemsize
 from autoplan.problem import Budget
 from autoplan.replay import Step
+from autoplan.space import MIXED, RECOMPUTES
 from autoplan.spine import Spine
 from costmodel.memory import Widths
 
@@ -141,20 +143,11 @@ class Room:
 
     def caps(self, blocks: Mapping[str, Least], step: Step, recompute: str, counts: Counts) -> np.ndarray | None:
         """Most blocks of the commonest pattern on each rank; None where not all blocks have room."""
-        n = step.num_ranks
+        n, ranks = step.num_ranks, step.stage_ranks
         if self.all_bytes(blocks, step, recompute) > n * self.limit_bytes:
             return None
         name, main = main_of(blocks)
-        states = 0.0 if name not in self.unshared else main.num_trained * self.state_bytes(step)
-        room = np.full(n, max(0.0, self.limit_bytes - main.transient_bytes(recompute)))
-        graph, ranks = self.outline.graph, step.stage_ranks
-        there: dict[int, float] = {}  # elements of the ends on a rank, of which those of tied patterns may be the same
-        for number, rank in self.ends(step, name).items():
-            pattern = graph.blocks[number].pattern
-            elements = blocks[pattern].num_trained
-            there[rank] = there.get(rank, 0.0) + elements if pattern in self.unshared else max(there.get(rank, 0.0), elements)
-        for rank, elements in there.items():
-            room[rank] -= elements * self.state_bytes(step)
+        states, room = self._left(blocks, step, recompute)
         held = float(main.held_bytes(recompute))
         if n < len(ranks) and counts is least_held and self._is_inside(name):
             caps = self._caps_in_parts(step, room, states, held, main.count)
@@ -162,6 +155,35 @@ class Room:
             caps = room / np.maximum(states + np.array(counts(step.schedule, ranks, step.num_micro_batches)) * held, 1e-9)
         caps = np.clip(np.floor(caps), 0, main.count)
         return caps if caps.sum() >= main.count else None
+
+    def mixture(self, blocks: Mapping[str, Least], step: Step, counts: Counts) -> Mixture:
+        """What memory asks of plans that mix ways of recomputing."""
+        name, main = main_of(blocks)
+        states, room = self._left(blocks, step, MIXED)
+        n, ranks, m = step.num_ranks, step.stage_ranks, step.num_micro_batches
+        if n < len(ranks) and counts is least_held and self._is_inside(name):
+            held, more, most = crowds(step.schedule, ranks, m)
+        else:
+            held = np.array(counts(step.schedule, ranks, m), dtype=float)[:, None]
+            more, most = np.zeros_like(held), np.zeros_like(held)
+        ways = RECOMPUTES if main.is_recomputed else RECOMPUTES[:1]
+        again, kept = (np.array([float(told(way)) for way in ways]) for told in (main.again_s, main.held_bytes))
+        return Mixture(again, kept, states, room, held, more, most, main.count)
+
+    def _left(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> tuple[float, np.ndarray]:
+        """Bytes of states of a block of the commonest pattern, and what each rank has left for these blocks."""
+        name, main = main_of(blocks)
+        states = 0.0 if name not in self.unshared else main.num_trained * self.state_bytes(step)
+        room = np.full(step.num_ranks, max(0.0, self.limit_bytes - main.transient_bytes(recompute)))
+        graph = self.outline.graph
+        there: dict[int, float] = {}  # elements of the ends on a rank, of which those of tied patterns may be the same
+        for number, rank in self.ends(step, name).items():
+            pattern = graph.blocks[number].pattern
+            elements = blocks[pattern].num_trained
+            there[rank] = there.get(rank, 0.0) + elements if pattern in self.unshared else max(there.get(rank, 0.0), elements)
+        for rank, elements in there.items():
+            room[rank] -= elements * self.state_bytes(step)
+        return states, room
 
     def _is_inside(self, pattern: str) -> bool:
         """Whether all blocks but the first and the last are of the pattern."""
@@ -171,23 +193,23 @@ class Room:
     def _caps_in_parts(step: Step, room: np.ndarray, states: float, held: float, count: int) -> np.ndarray:
         """Most blocks on ranks of several stages, each of which has one, but for the first and the last, which may have others: a rank with c_s
         micro-batches saved on stage s at some moment has k blocks only if states k + held (sum of c_s + (k - stages) * min of c_s) <= room."""
-        least, more = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
+        least, more, _ = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
         caps = (room[:, None] - held * more) / np.maximum(states + held * least, 1e-9)
         return np.minimum(caps.min(axis=1), count)
 
 
 def _crowded(step: Step, count: float) -> tuple[np.ndarray, np.ndarray]:
     """Of each rank, micro-batches that every block of it holds, and those that it holds besides: at the moment that weighs most with `count` blocks."""
-    least, more = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
+    least, more, _ = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
     moment = np.argmax(least * count + more, axis=1)[:, None]
     return np.take_along_axis(least, moment, axis=1)[:, 0], np.take_along_axis(more, moment, axis=1)[:, 0]
 
 
 @lru_cache(maxsize=1024)
-def crowds(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """least[r, t] and more[r, t]: of the moments t of rank r, the fewest micro-batches that a stage of its has saved, and how many more than that those of
-    its stages have together which are sure to have a block (all but the first and the last one of the model). Two moments of a rank bind together,
-    so that their means do: mixtures are moments too."""
+def crowds(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """least[r, t], more[r, t] and most[r, t]: of the moments t of rank r, the fewest micro-batches that a stage of its has saved; how many more than that
+    those of its stages have together which are sure to have a block (all but the first and the last one of the model), and how many more at most one of
+    them. Two moments of a rank bind together, so that their means do: mixtures are moments too."""
     if (played := long_enough(name, stage_ranks, num_micro_batches)) < num_micro_batches:
         return crowds(name, stage_ranks, played)
     last = len(stage_ranks) - 1
@@ -199,10 +221,11 @@ def crowds(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> t
             one, other = np.triu_indices(len(saved), 1)
             saved = np.concatenate([saved, *(share * saved[one] + (1 - share) * saved[other] for share in _MIXTURES), saved.mean(axis=0)[None]])
         least = saved.min(axis=1)
-        more = ((saved - least[:, None]) * is_inner).sum(axis=1)
+        beyond = (saved - least[:, None]) * is_inner
+        more, most = beyond.sum(axis=1), beyond.max(axis=1)
         order = np.lexsort((-more, -least))
         is_more = np.concatenate([[True], more[order][1:] > np.maximum.accumulate(more[order])[:-1]])  # than all with as large a least
-        found.append(np.stack([least[order][is_more], more[order][is_more]]))
+        found.append(np.stack([least[order][is_more], more[order][is_more], most[order][is_more]]))
     width = max(pair.shape[1] for pair in found)
     padded = np.stack([np.pad(pair, ((0, 0), (0, width - pair.shape[1])), mode="edge") for pair in found])
-    return padded[:, 0], padded[:, 1]
+    return padded[:, 0], padded[:, 1], padded[:, 2]

@@ -16,6 +16,7 @@ from autoplan.outcome import Outcome, Result
 from autoplan.plan import Alternative, BlockPlan, Plan, StagePlan
 from autoplan.rankmemory import by_rank
 from autoplan.simulate import assemble, forecast
+from autoplan.space import MIXED, RECOMPUTES
 from autoplan.task import Task
 from autoplan.units import figures, num_bytes, seconds
 from autoplan.workload import model_of
@@ -111,7 +112,7 @@ def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:
     ranks = best.stage_ranks
     gathering = {send.dst for load in best.loads for send in load.sends if send.gathered_bytes}
     stages = tuple(
-        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank, number in gathering)
+        StagePlan(a, b, graph.blocks[a].name, graph.blocks[b - 1].name, rank, number in gathering, best.modes[a:b])
         for number, (rank, a, b) in enumerate(zip(ranks, best.starts, best.starts[1:], strict=False))
     )
     return Plan(
@@ -171,7 +172,7 @@ def _block_plans(best: Result, searcher: Searcher) -> tuple[BlockPlan, ...]:
         splits = {graph.ops[i].name: label for i, label in zip(outline.indices(block), labels, strict=True) if label != "whole"}
         enters, leaves = outline.boundary_of(number, best.chosen.boundary)
         boundary = {name: str(layout) for name, layout in (*enters.items(), *leaves)}
-        recompute = best.storing.recompute if block.layer or not has_layers else "none"
+        recompute = best.storing.recompute if best.storing.recompute != MIXED and (block.layer or not has_layers) else "none"
         found.append(BlockPlan(pattern, block.name, splits, boundary, recompute, blocks_of_pattern(graph, pattern), op_notes(graph, block, splits)))
     return tuple(found)
 
@@ -186,7 +187,10 @@ def summary(result: Result) -> str:
     if shape.pp > 1:
         parts.append(shape.schedule if shape.schedule != "interleaved" else f"interleaved {shape.num_chunks}")
     parts.append(f"{shape.num_micro_batches} x {shape.rows} rows")
-    if storing.recompute != "none":
+    if storing.recompute == MIXED:
+        counts = {way: sum(mode == way for mode in result.modes) for way in RECOMPUTES[1:]}
+        parts += [f"recompute {way} in {number} layers" for way, number in counts.items() if number]
+    elif storing.recompute != "none":
         parts.append(f"recompute {storing.recompute}")
     if result.chosen.boundary.factor is not None:
         parts.append("sequence split")

@@ -34,7 +34,7 @@ from autoplan.replay import Step
 from autoplan.room import Counts
 from autoplan.schemes import LINES, Axes, feature_axes, scheme_of
 from autoplan.searchcontexts import SearchedContexts
-from autoplan.space import RECOMPUTES, Inside, Shape, Storing, storings
+from autoplan.space import MIXED, RECOMPUTES, WAYS, Inside, Shape, Storing, storings
 from autoplan.sync import is_served, servers_among
 from autoplan.task import Task
 from costmodel.cluster import Cluster
@@ -217,12 +217,23 @@ class ShapeBounds:
     def solved(self, shape: Shape, boundary: Boundary, recompute: str) -> Mapping[str, Least] | None:
         """The least of every pattern, with communication; None where the boundary cannot be had."""
         key = (shape.inside, boundary, recompute)
-        if key not in self._solutions:
+        if key not in self._solutions and recompute == MIXED:
+            self._solutions[key] = self._mixed(*(self.solved(shape, boundary, way) or {} for way in RECOMPUTES))
+        elif key not in self._solutions:
             seconds, blocks = self.chooser(shape).least_s(boundary, recompute), self.least(shape)
             self._solutions[key] = (
                 None if seconds is None else {p: replace(b, seconds=max(b.seconds, seconds[p] - b.again_s(recompute))) for p, b in blocks.items()}
             )
         return self._solutions[key]
+
+    @staticmethod
+    def _mixed(none: Mapping[str, Least], selective: Mapping[str, Least], full: Mapping[str, Least]) -> Mapping[str, Least] | None:
+        """The least of blocks that are recomputed in any way, from those of each: what a way runs again is what it takes beyond none."""
+
+        def again_s(p: str, least: Least, way: str) -> float:
+            return max(none[p].again_s(way), least.seconds + least.again_s(way) - none[p].seconds)
+
+        return {p: replace(b, repeated_s=again_s(p, selective[p], "selective"), whole_s=again_s(p, full[p], "full")) for p, b in none.items()} or None
 
     def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts, only: str | None = None) -> dict[str, float]:
         """Way of recomputing -> the least of its ways of storing, that which is `only` asked for. Where the bound does not count on what memory allows,
@@ -261,7 +272,7 @@ def is_in_parts(shape: Shape) -> bool:
 
 def dominates(one: Storing, other: Storing) -> bool:
     """Whether `one` takes no longer than `other`, whatever the plan."""
-    is_less_again = RECOMPUTES.index(one.recompute) <= RECOMPUTES.index(other.recompute)
+    is_less_again = WAYS.index(one.recompute) <= WAYS.index(other.recompute)
     return is_less_again and (one.zero == other.zero or 1 <= one.zero <= other.zero)
 
 

@@ -14,6 +14,8 @@ from autoplan.schemes import LINES, SEARCHED, Axes, grids, row_unit, scheme_of
 from autoplan.sync import allows_mesh, is_served
 
 RECOMPUTES = ("none", "selective", "full")  # more time and less memory from left to right
+MIXED = "mixed"  # each layer in one of these ways
+WAYS = ("none", MIXED, "selective", "full")  # of a whole plan, of which one bounds those after it
 INTERLEAVED = (2, 4)  # stages on a rank that are tried
 
 
@@ -73,7 +75,7 @@ class Inside:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Storing:
-    """How memory is saved: ZeRO stage and recomputation."""
+    """How memory is saved: ZeRO stage and recomputation (of WAYS)."""
 
     zero: int
     recompute: str
@@ -81,7 +83,7 @@ class Storing:
     @property
     def order(self) -> tuple[int, int]:
         """Ascending in time: recomputation only adds to it, and so does a higher ZeRO stage above 0."""
-        return (RECOMPUTES.index(self.recompute), self.zero)
+        return (WAYS.index(self.recompute), self.zero)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
         "schedule": _values(shape.schedule for shape in shapes),
         "num_chunks": _values(shape.num_chunks for shape in shapes),
         "zero": _values(storing.zero for storing in storings(constraints)),
-        "recompute": tuple(dict.fromkeys(storing.recompute for storing in storings(constraints))),
+        "recompute": (constraints.recompute,) if constraints.recompute is not None else (*RECOMPUTES, "per layer"),
     }
     ways = _values(shape.context for shape in shapes if shape.context)
     return Space(tuple(shapes), storings(constraints), found | ({"context": ways} if ways else {}))
@@ -159,7 +161,7 @@ def storings(constraints: Constraints) -> tuple[Storing, ...]:
     free = (1, 2, 3) if constraints.zero_group is not None else (0, 1, 2, 3)  # a group shares states
     free = (0,) if is_served(constraints) or constraints.compression == "1bit-adam" else free  # servers keep states; every rank needs whole momenta
     zeros = (constraints.zero,) if constraints.zero is not None else free
-    recomputes = (constraints.recompute,) if constraints.recompute is not None else RECOMPUTES
+    recomputes = (constraints.recompute,) if constraints.recompute is not None else WAYS
     return tuple(Storing(zero, recompute) for recompute in recomputes for zero in zeros)
 
 

@@ -180,9 +180,47 @@ class Work:
     def fits(self, step: Step, width: Widths, limit_bytes: int) -> list[np.ndarray]:
         """fits[j][a, b]: stage j can hold blocks [a, b) (rankmemory.stage_memory, never below it), in an equal share of its rank's memory
         where the rank has several stages."""
+        saved, put_off = _spans([b.saved_bytes for b in self.blocks]), self._put_off(step)
+        rest = self._resting(step, width) + max(b.transient_bytes for b in self.blocks)
+        share = limit_bytes / num_stages_held(step.stage_ranks)  # of each stage of a rank that has several
+        return [
+            np.all([rest + num_saved * saved + num_put_off * put_off <= share for num_saved, num_put_off in counts], axis=0) for counts in _held_counts(step)
+        ]
+
+    def again_s(self, ladders: Mapping[str, tuple[BlockLoad, ...]], step: Step, width: Widths, limit_bytes: int) -> list[np.ndarray]:
+        """again_s[j][a, b]: seconds of a micro-batch that stage j with blocks [a, b) runs again so that it fits, each block as far up its pattern's ladder
+        as it must be (autoplan/raising.py); infinity where it cannot. Memory is weighed as by `fits`."""
+        patterns = [self.outline.graph.blocks[number].pattern for number in self.outline.blocks]
+        rungs = [[ladders[p][min(level, len(ladders[p]) - 1)] for p in patterns] for level in range(max(map(len, ladders.values())))]
+        saved = [_spans([b.saved_bytes for b in blocks]) for blocks in rungs]
+        again = [_spans([b.again.seconds for b in blocks]) for blocks in rungs]
+        transient = [max(b.transient_bytes for b in blocks) for blocks in rungs]
+        number = np.maximum(1.0, _spans([int(len(ladders[p]) > 1) for p in patterns]))
+        rest, put_off = self._resting(step, width), self._put_off(step)
+        share = limit_bytes / num_stages_held(step.stage_ranks)
+        found = []
+        for counts in _held_counts(step):
+            slowest = np.zeros_like(rest)
+            for num_saved, num_put_off in counts:
+                fixed = rest + num_put_off * put_off - share
+                seconds = np.where(fixed + num_saved * saved[0] <= 0.0, 0.0, np.inf)
+                for level in range(1, len(rungs)):
+                    over = fixed + num_saved * saved[level - 1] + transient[level]
+                    part = np.ceil(over * number / np.maximum(num_saved * (saved[level - 1] - saved[level]), 1e-30)) / number
+                    mixed = again[level - 1] + np.clip(part, 0.0, 1.0) * (again[level] - again[level - 1])
+                    seconds = np.minimum(seconds, np.where(part <= 1.0, mixed, np.inf))
+                slowest = np.maximum(slowest, seconds)
+            found.append(slowest)
+        return found
+
+    def _put_off(self, step: Step) -> np.ndarray:
+        spans = _spans([b.point.put_off_bytes for b in self.blocks])
+        return spans if step.is_split else 0 * spans
+
+    def _resting(self, step: Step, width: Widths) -> np.ndarray:
+        """Bytes of blocks [a, b), one stage, but for what their micro-batches hold and make again."""
         trained = _spans([b.point.trained_elements for b in self.blocks])
         frozen = _spans([b.point.parameter_elements - b.point.trained_elements for b in self.blocks])
-        saved = _spans([b.saved_bytes for b in self.blocks])
         n, zero = step.shards, (min(step.zero, 1) if step.is_split else step.zero) if step.shards > 1 else 0
         shard = width.parameter / n if zero in (1, 2) and width.master == 0 else 0
         states = (
@@ -195,16 +233,9 @@ class Work:
         largest = max(b.point.parameter_elements for b in self.blocks) * width.parameter if zero == 3 else 0
         bucket = BUCKET_BYTES * (step.degree("dp") if step.sync == "ps" else 1) if zero == 0 and step.degree("dp") > 1 else 0
         received = 2 * max(b.leave_bytes for b in self.blocks) if step.degree("pp") > 1 else 0
-        fixed = largest + bucket + received + max(b.transient_bytes for b in self.blocks) + self.buffer_bytes(0, len(self.outline.graph.blocks))
+        fixed = largest + bucket + received + self.buffer_bytes(0, len(self.outline.graph.blocks))
         wires = 2 * _spans([b.compressed_bytes for b in self.blocks])
-        rest = wires + trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed
-        put_off = _spans([b.point.put_off_bytes for b in self.blocks]) if step.is_split else 0 * saved
-        share = limit_bytes / num_stages_held(step.stage_ranks)  # of each stage of a rank that has several
-        found: list[np.ndarray] = [np.array(True)] * len(step.stage_ranks)
-        for candidates in moments(step.schedule, step.stage_ranks, step.num_micro_batches):
-            for stage, num_saved, num_put_off in dict.fromkeys(counts for moment in candidates for counts in moment.counts):
-                found[stage] = found[stage] & (rest + num_saved * saved + num_put_off * put_off <= share)
-        return found
+        return wires + trained * states + frozen * (width.parameter / (n if zero == 3 else 1) + shard + width.master / n) + fixed
 
     def buffer_bytes(self, start: int, stop: int) -> int:
         """Bytes of buffers and constants that graph blocks [start, stop) read."""
@@ -333,6 +364,15 @@ class Work:
             if is_shared and self.outline.graph.values[name].requires_grad:
                 total += self._local_elements(name) * 4
         return total
+
+
+def _held_counts(step: Step) -> list[list[tuple[int, int]]]:
+    """Of every stage, the micro-batches that it has saved and put off at some moment of its rank's that may be the fullest."""
+    found: list[dict[tuple[int, int], None]] = [{} for _ in step.stage_ranks]
+    for candidates in moments(step.schedule, step.stage_ranks, step.num_micro_batches):
+        for stage, *counts in (each for moment in candidates for each in moment.counts):
+            found[stage][counts[0], counts[1]] = None
+    return [list(counts) for counts in found]
 
 
 def _spans(values: list[int]) -> np.ndarray:

@@ -22,10 +22,11 @@ from autoplan.exhaust import every_choice
 from autoplan.least import Least
 from autoplan.load import StageLoad
 from autoplan.outcome import Result
+from autoplan.raising import ladder, raised
 from autoplan.rankmemory import by_rank, memories
 from autoplan.replay import durations, least_step, step_seconds
 from autoplan.shapebounds import ShapeBounds, dominates, parameter_width
-from autoplan.space import RECOMPUTES, Shape, Storing
+from autoplan.space import MIXED, RECOMPUTES, WAYS, Shape, Storing
 from autoplan.squeeze import Place
 from autoplan.stagework import Work
 
@@ -50,6 +51,14 @@ class _Found:
         return min([self._best_s, *(r.step_s for r in self.results if r.fits)])
 
 
+def _stands_for(result: Result, storing: Storing, boundary: Boundary) -> bool:
+    """Whether a plan is no slower than those which store so: it stores in a faster way, or mixes theirs with others."""
+    if not result.fits or result.chosen.boundary != boundary:
+        return False
+    mixes = result.storing.recompute == MIXED and storing.recompute != "none" and result.storing.zero == storing.zero
+    return mixes or (not result.is_bent and dominates(result.storing, storing))
+
+
 class WorkOut:
     """Works out shapes of one search."""
 
@@ -62,7 +71,7 @@ class WorkOut:
         chooser, price = self.shapes.chooser(shape), self.shapes.price(shape)
         found = _Found(best_s)
         every: dict[Boundary, tuple[Chosen, ...]] = {}
-        known = sorted(self.shapes.by_recompute(shape).items(), key=lambda item: (item[1], RECOMPUTES.index(item[0])))
+        known = sorted(self.shapes.by_recompute(shape).items(), key=lambda item: (item[1], WAYS.index(item[0])))
         some = best_s == float("inf") and known[0][1] == best_s  # of what cannot fit, to say what is missing
         for recompute, known_s in known:
             if not some and known_s >= found.fastest_s:
@@ -72,26 +81,32 @@ class WorkOut:
                 if not some and bound_s >= found.fastest_s:
                     found.least_s = min(found.least_s, bound_s)
                     continue
-                if any(r.fits and not r.is_bent and r.chosen.boundary == boundary and dominates(r.storing, storing) for r in found.results):
+                if any(_stands_for(r, storing, boundary) for r in found.results):
                     continue
                 place = Place(chooser, boundary, price, self.shapes.step(shape, storing), recompute, blocks)
-                if not some and self.shapes.task.stages is None and found.fastest_s < float("inf"):
+                if not some and self.shapes.task.stages is None and found.fastest_s < float("inf") and recompute != MIXED:
                     bound_s = max(bound_s, squeeze.squeezed(place, self.shapes.bounds, found.fastest_s, found.fastest_s * (1 - ENOUGH)).bound_s)
                     if bound_s >= found.fastest_s * (1 - ENOUGH):
                         found.least_s = min(found.least_s, bound_s)
                         continue
-                chosen = chooser.choose(boundary, price, recompute)
-                if chosen is None:
+                picked = [chooser.choose(boundary, price, way) for way in (RECOMPUTES if recompute == MIXED else (recompute,))]
+                chosen = list({tuple(s.picks for s in one.solutions.values()): one for one in picked if one is not None}.values())
+                if not chosen:
                     continue
 
                 def cut(chosen: Chosen, storing: Storing = storing, below_s: float = found.fastest_s) -> Result:
-                    work = Work(self.shapes.outline, chooser.local, chosen, storing.recompute, self.shapes.step(shape, storing))
+                    again = "none" if storing.recompute == MIXED else storing.recompute
+                    work = Work(self.shapes.outline, chooser.local, chosen, again, self.shapes.step(shape, storing))
                     return self._cut(shape, storing, work, below_s)
 
                 first = len(found.results)
-                bound_s = self._fill(found, place, chosen, cut, bound_s, is_squeezed=is_squeezed, some=some)
+                if recompute == MIXED:
+                    found.results += [cut(one) for one in chosen]
+                else:
+                    bound_s = self._fill(found, place, chosen[0], cut, bound_s, is_squeezed=is_squeezed, some=some)
+                way = "none" if recompute == MIXED else recompute
                 for fitting in [r for r in found.results[first:] if r.fits and r.step_s < found.fastest_s * _NEAR]:
-                    found.results += [cut(chooser.choose_near(fitting.chosen, other, recompute)) for other in squeeze.exposing(fitting, price, self._counts)]
+                    found.results += [cut(chooser.choose_near(fitting.chosen, other, way)) for other in squeeze.exposing(fitting, price, self._counts)]
                 if boundary not in every:
                     every[boundary] = every_choice(chooser, boundary, price)
                 found.results += [cut(one) for one in every[boundary]]
@@ -149,7 +164,12 @@ class WorkOut:
             assert cuts is not None, "without memory some cut fits"
             fits = work.fits(step, self.shapes.width, self.shapes.limit_bytes)
             if not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
-                fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
+                if storing.recompute == MIXED:
+                    ladders = {pattern: ladder(work, pattern) for pattern in self.shapes.outline.examples}
+                    again_s = work.again_s(ladders, step, self.shapes.width, self.shapes.limit_bytes)
+                    fitting = best_cuts(weights.tolist(), len(step.stage_ranks), more_s=again_s)
+                else:
+                    fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
         every = self._every(len(step.stage_ranks))
         results = []
@@ -181,6 +201,8 @@ class WorkOut:
 
     def result(self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], best_s: float = float("inf"), *, is_bent: bool = False) -> Result:
         """Stages that begin at blocks `starts`, priced and weighed; values between them in pieces or whole, as is faster."""
+        if storing.recompute == MIXED:
+            work = raised(work, self.shapes.step(shape, storing), starts, self.shapes.limit_bytes) or work
         best: Result | None = None
         for loads in work.ways(starts, self.shapes.step(shape, storing).stage_ranks):
             limit_s = best_s if best is None or not best.fits else min(best_s, best.step_s)
@@ -201,5 +223,18 @@ class WorkOut:
         if held[fullest].total <= self.shapes.limit_bytes and (step_s < best_s or self.shapes.task.stages is not None):  # else the bound tells enough
             step_s, idle_s = step_seconds(loads, times, step, self.shapes.pricer)
         return Result(
-            shape, storing, work.chosen, starts, step_s, held[fullest], fullest, self.shapes.limit_bytes, loads, times, idle_s, is_bent, step.stage_ranks
+            shape,
+            storing,
+            work.chosen,
+            starts,
+            step_s,
+            held[fullest],
+            fullest,
+            self.shapes.limit_bytes,
+            loads,
+            times,
+            idle_s,
+            is_bent,
+            step.stage_ranks,
+            work.modes if storing.recompute == MIXED else (),
         )

@@ -1,0 +1,111 @@
+"""Raising: the layers of a plan that are recomputed one way further until every rank fits.
+
+A layer's *steps* go from one way of recomputing to the next that takes more time and keeps less; ways that lie above the line between their neighbours
+(bytes kept, seconds run again) are left out. A rank that is too full at its fullest moment takes the step that saves most bytes there for a second of
+a micro-batch, for as many layers of that stage and way as it lacks, and looks again. So it ends with all at their last way or with room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoplan.forecast import Memory
+from autoplan.holding import Moment, Sizes, fullest, moments
+from autoplan.rankmemory import by_rank, memories
+from autoplan.replay import Step
+from autoplan.space import RECOMPUTES
+from autoplan.stagework import BlockLoad, Work
+
+
+@dataclass
+class _Stage:
+    """The blocks of a stage while they are raised: `numbers` of the graph, and where each is on its pattern's ladder."""
+
+    numbers: list[int]
+    ladders: list[tuple[BlockLoad, ...]]
+    rungs: list[int]
+    is_split: bool
+
+    def sizes(self) -> Sizes:
+        loads = [ladder[rung] for ladder, rung in zip(self.ladders, self.rungs, strict=True)]
+        put_off = sum(load.point.put_off_bytes for load in loads) if self.is_split else 0
+        return Sizes(sum(load.saved_bytes for load in loads), put_off, max((load.transient_bytes for load in loads), default=0))
+
+    def steps(self) -> dict[tuple[int, int], list[int]]:
+        """(saved bytes, rung and ladder) -> the blocks, by position, that could take the same step."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for i, (ladder, rung) in enumerate(zip(self.ladders, self.rungs, strict=True)):
+            if rung + 1 < len(ladder):
+                found.setdefault((id(ladder), rung), []).append(i)
+        return found
+
+
+def ladder(work: Work, pattern: str) -> tuple[BlockLoad, ...]:
+    """A block of a pattern in every way worth taking, from none on: the lower hull of seconds run again over bytes kept."""
+    ways = [work.load(pattern, way) for way in RECOMPUTES] if work.outline.is_recomputed(pattern) else [work.load(pattern, "none")]
+    found: list[BlockLoad] = []
+    for load in ways:
+        if found and load.saved_bytes >= found[-1].saved_bytes:
+            continue  # more time for nothing
+        while len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-2], load):
+            found.pop()
+        found.append(load)
+    return tuple(found)
+
+
+def _rate(one: BlockLoad, other: BlockLoad) -> float:
+    """Bytes saved for a second of a micro-batch."""
+    return (one.saved_bytes - other.saved_bytes) / max(1e-30, other.again.seconds - one.again.seconds)
+
+
+def raised(work: Work, step: Step, starts: tuple[int, ...], limit_bytes: int) -> Work | None:
+    """`work`, whose layers are recomputed in no way, with as much recomputation as ranks of `limit_bytes` need; None where none is enough or needed."""
+    loads = work.stage_loads(starts, step.stage_ranks)
+    held = memories(loads, step)
+    totals: Sequence[Memory] = by_rank(held, step.stage_ranks)
+    if all(memory.total <= limit_bytes for memory in totals):
+        return None
+    ladders = {pattern: ladder(work, pattern) for pattern in work.outline.examples}
+    modes = list(work.modes)
+    for rank, candidates in enumerate(moments(step.schedule, step.stage_ranks, step.num_micro_batches)):
+        own = [s for s, at in enumerate(step.stage_ranks) if at == rank]
+        total = totals[own[0]]
+        room = limit_bytes - (total.total - total.activations)
+        stages = {s: _stage(work, ladders, starts[s], starts[s + 1], step) for s in own}
+        if not _fit(stages, candidates, room):
+            return None
+        for stage in stages.values():
+            for number, rungs, rung in zip(stage.numbers, stage.ladders, stage.rungs, strict=True):
+                modes[number] = rungs[rung].recompute
+    return work.with_modes(tuple(modes))
+
+
+def _stage(work: Work, ladders: dict[str, tuple[BlockLoad, ...]], start: int, stop: int, step: Step) -> _Stage:
+    numbers = [n for n in work.outline.blocks if start <= n < stop]
+    return _Stage(numbers, [ladders[work.outline.graph.blocks[n].pattern] for n in numbers], [0] * len(numbers), step.is_split)
+
+
+def _fit(stages: dict[int, _Stage], candidates: Sequence[Moment], room: int) -> bool:
+    """Raise the blocks of one rank until its fullest moment has room; whether it has."""
+    while True:
+        sizes = {s: stage.sizes() for s, stage in stages.items()}
+        moment, num_bytes = fullest(candidates, sizes)
+        over = num_bytes - room
+        if over <= 0:
+            return True
+        counts = {s: saved for s, saved, _ in moment.counts}
+        best: tuple[float, int, list[int], float] | None = None
+        for s, stage in stages.items():
+            for positions in stage.steps().values():
+                now, after = (stage.ladders[positions[0]][stage.rungs[positions[0]] + k] for k in (0, 1))
+                saves = counts[s] * (now.saved_bytes - after.saved_bytes)
+                rate = counts[s] * _rate(now, after)
+                if saves > 0 and (best is None or rate > best[0]):
+                    best = rate, s, positions, saves
+        if best is None:
+            return False
+        _, s, positions, saves = best
+        for position in positions[: math.ceil(over / saves)]:
+            stages[s].rungs[position] += 1
