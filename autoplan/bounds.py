@@ -203,7 +203,7 @@ class Bounds:
                 placed += min(most, max(0.0, math.floor(room / max(cost - back_s, 1e-30) * (1 + 1e-9))))
             return placed >= main.count
 
-        slowest_s = times * float(mixture.again_s.max()) * main.count / n if mixture is not None else 0.0
+        slowest_s = times * mixture.ways[-1][0] * main.count / n if mixture is not None else 0.0
         return base_s + _least_whole(is_enough, least, 2 * (least + slowest_s) + float(costs.max() + spent.max()) + slot.tail_s * main.count)
 
     def _in_parts_s(

@@ -368,6 +368,13 @@ class Chooser:
         relaxed = self._relax(pattern, boundary, self._steady, budgets, recompute)
         return None if relaxed is None else self._seconds(pattern, boundary, max(relaxed.bound_s, free.bound_s))
 
+    def weighed_s(self, pattern: str, boundary: Boundary, recompute: str, per_saved_byte_s: float) -> float:
+        """Seconds of one micro-batch through one block, at least, its saved bytes weighed by `per_saved_byte_s`."""
+        price = replace(self._steady, per_saved_byte_s=self._steady.num_micro_batches * per_saved_byte_s)
+        relaxed = self._relax(pattern, boundary, price, (), recompute)
+        assert relaxed is not None, "asked for boundaries that can be had"
+        return self._seconds(pattern, boundary, relaxed.bound_s)
+
     def _relax(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...], recompute: str) -> Relaxed | None:
         key = (self._view(pattern, boundary, recompute), price, budgets)
         if key not in self._relaxed:

@@ -36,6 +36,7 @@ class Least:
     repeated_bytes: int = 0  # and makes again, of `saved_bytes`
     leave_bytes: int = 0  # of values with a gradient that the next block of the spine reads, one rank's part
     whole_s: float = 0.0  # what full recomputation repeats
+    ways: tuple[tuple[float, float], ...] = ()  # (what is run again, bytes kept) of recomputation, of which every choice is beyond a mixture
 
     def again_s(self, recompute: str) -> float:
         """What a way of recomputing repeats at least; one that mixes ways may repeat nothing."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.forecast import Memory
 from autoplan.holding import Moment, Sizes, fullest, moments
+from autoplan.outcome import Result
+from autoplan.problem import Price
 from autoplan.rankmemory import by_rank, memories
 from autoplan.replay import Step
 from autoplan.space import RECOMPUTES
@@ -80,6 +82,25 @@ def raised(work: Work, step: Step, starts: tuple[int, ...], limit_bytes: int) ->
             for number, rungs, rung in zip(stage.numbers, stage.ladders, stage.rungs, strict=True):
                 modes[number] = rungs[rung].recompute
     return work.with_modes(tuple(modes))
+
+
+def leaner(work: Work, result: Result, price: Price, state_share: float) -> tuple[tuple[str, Price], ...]:
+    """Ways in which the fullest rank of a plan recomputes its layers, each with a price at which a choice's bytes weigh what the last step that the rank took
+    spends on them. `state_share`: bytes of states for a byte of parameters."""
+    graph, step = work.outline.graph, work.step
+    rank = result.stage_ranks[result.fullest]
+    own = [n for s, at in enumerate(result.stage_ranks) if at == rank for n in range(result.starts[s], result.starts[s + 1])]
+    found: dict[str, tuple[str, Price]] = {}
+    most = max(saved for moment in moments(step.schedule, step.stage_ranks, step.num_micro_batches)[rank] for _, saved, _ in moment.counts)
+    for pattern in dict.fromkeys(graph.blocks[n].pattern for n in own):
+        rungs, modes = ladder(work, pattern), [result.modes[n] for n in own if graph.blocks[n].pattern == pattern]
+        top = max((i for i, load in enumerate(rungs) if load.recompute in modes), default=0)
+        if not top:
+            continue
+        byte_s = price.num_micro_batches / _rate(rungs[top - 1], rungs[top])
+        lean = replace(price, per_parameter_byte_s=price.per_parameter_byte_s + byte_s * state_share / most, per_saved_byte_s=byte_s)
+        found.update((way, (way, lean)) for way in modes)
+    return tuple(found.values())
 
 
 def _stage(work: Work, ladders: dict[str, tuple[BlockLoad, ...]], start: int, stop: int, step: Step) -> _Stage:

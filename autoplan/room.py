@@ -20,7 +20,7 @@ import numpy as np
 from autoplan.choose import Outline
 from autoplan.holding import least_held, long_enough, moments
 from autoplan.least import Least, main_of
-from autoplan.mixing import Mixture
+from autoplan.mixing import Mixture, hull
 from autoplan.price import itemsize
 from autoplan.problem import Budget
 from autoplan.replay import Step
@@ -166,9 +166,10 @@ class Room:
         else:
             held = np.array(counts(step.schedule, ranks, m), dtype=float)[:, None]
             more, most = np.zeros_like(held), np.zeros_like(held)
-        ways = RECOMPUTES if main.is_recomputed else RECOMPUTES[:1]
-        again, kept = (np.array([float(told(way)) for way in ways]) for told in (main.again_s, main.held_bytes))
-        return Mixture(again, kept, states, room, held, more, most, main.count)
+        ways = hull(main.ways or tuple((main.again_s(way), float(main.held_bytes(way))) for way in RECOMPUTES))
+        is_plain = n == len(ranks)  # else the block that is made again need not be on the stage that runs at the fullest moment
+        made = min(main.transient_bytes(way) for way in RECOMPUTES[1:]) if is_plain else 0
+        return Mixture(ways, float(main.saved_bytes), states, room, held, more, most, float(made), main.count)
 
     def _left(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> tuple[float, np.ndarray]:
         """Bytes of states of a block of the commonest pattern, and what each rank has left for these blocks."""
@@ -183,7 +184,9 @@ class Room:
             there[rank] = there.get(rank, 0.0) + elements if pattern in self.unshared else max(there.get(rank, 0.0), elements)
         for rank, elements in there.items():
             room[rank] -= elements * self.state_bytes(step)
-        return states, room
+        if step.zero == 3 and step.shards > 1 and not step.is_split:  # a unit of the stage's, gathered; these have a main block or need no room for one
+            room -= self.width.parameter * main.num_elements
+        return states, np.maximum(room, 0.0)
 
     def _is_inside(self, pattern: str) -> bool:
         """Whether all blocks but the first and the last are of the pattern."""

@@ -15,6 +15,7 @@ its answer serves all shapes where it is within a small part of its bound there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -26,8 +27,9 @@ from autoplan.datasums import Mode
 from autoplan.graph import Graph
 from autoplan.heavy import heavy_s
 from autoplan.holding import is_split, least_held, surely_held
-from autoplan.least import Least, least_blocks
+from autoplan.least import Least, least_blocks, main_of
 from autoplan.load import BUCKET_BYTES
+from autoplan.mixing import hull
 from autoplan.price import Pricer, axis_group, compute_dtype, itemsize, precision_left
 from autoplan.problem import Price
 from autoplan.replay import Step
@@ -218,7 +220,7 @@ class ShapeBounds:
         """The least of every pattern, with communication; None where the boundary cannot be had."""
         key = (shape.inside, boundary, recompute)
         if key not in self._solutions and recompute == MIXED:
-            self._solutions[key] = self._mixed(*(self.solved(shape, boundary, way) or {} for way in RECOMPUTES))
+            self._solutions[key] = self._mixed(shape, boundary, {way: self.solved(shape, boundary, way) or {} for way in RECOMPUTES})
         elif key not in self._solutions:
             seconds, blocks = self.chooser(shape).least_s(boundary, recompute), self.least(shape)
             self._solutions[key] = (
@@ -226,14 +228,32 @@ class ShapeBounds:
             )
         return self._solutions[key]
 
-    @staticmethod
-    def _mixed(none: Mapping[str, Least], selective: Mapping[str, Least], full: Mapping[str, Least]) -> Mapping[str, Least] | None:
-        """The least of blocks that are recomputed in any way, from those of each: what a way runs again is what it takes beyond none."""
+    def _mixed(self, shape: Shape, boundary: Boundary, known: Mapping[str, Mapping[str, Least]]) -> Mapping[str, Least] | None:
+        """The least of blocks that are recomputed in any way, from those of each (`known`): what a way runs again is what it takes beyond none."""
+        if not known["none"]:
+            return None
+        found: dict[str, Least] = {}
+        for p, none in known["none"].items():
+            again = {way: max(none.again_s(way), known[way][p].seconds + known[way][p].again_s(way) - none.seconds) for way in RECOMPUTES}
+            found[p] = replace(none, repeated_s=again["selective"], whole_s=again["full"])
+        name, main = main_of(found)
+        if main.is_recomputed:
+            found[name] = replace(main, ways=self._ways(shape, boundary, name, main))
+        return found
 
-        def again_s(p: str, least: Least, way: str) -> float:
-            return max(none[p].again_s(way), least.seconds + least.again_s(way) - none[p].seconds)
-
-        return {p: replace(b, repeated_s=again_s(p, selective[p], "selective"), whole_s=again_s(p, full[p], "full")) for p, b in none.items()} or None
+    def _ways(self, shape: Shape, boundary: Boundary, name: str, main: Least) -> tuple[tuple[float, float], ...]:
+        """Corners of what choices of operators make of each way: at the price s of a byte at which a way weighs as much as the next one, a choice of
+        a seconds more than `main` and A bytes has a + s A >= L, the relaxed program's answer, beside a >= a_i and A >= A_i."""
+        way_of = {(main.again_s(way), float(main.held_bytes(way))): way for way in reversed(RECOMPUTES)}
+        found: list[tuple[float, float]] = []
+        corners = hull(tuple(way_of))
+        for (again_s, kept), (next_s, less) in itertools.pairwise(corners):
+            way, price_s = way_of[again_s, kept], (next_s - again_s) / (kept - less)
+            entered = 0 if way == "none" else main.enter_bytes
+            least_s = self.chooser(shape).weighed_s(name, boundary, way, price_s) + price_s * entered - main.seconds
+            found.append((again_s, max(kept, (least_s - again_s) / price_s)))
+            found.append((max(again_s, least_s - price_s * kept), kept))
+        return hull((*found, corners[-1]))
 
     def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts, only: str | None = None) -> dict[str, float]:
         """Way of recomputing -> the least of its ways of storing, that which is `only` asked for. Where the bound does not count on what memory allows,

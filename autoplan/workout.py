@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from autoplan import squeeze
+from autoplan import raising, squeeze
 from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chosen
 from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts
@@ -94,14 +94,20 @@ class WorkOut:
                 if not chosen:
                     continue
 
-                def cut(chosen: Chosen, storing: Storing = storing, below_s: float = found.fastest_s) -> Result:
+                def work(chosen: Chosen, storing: Storing = storing) -> Work:
                     again = "none" if storing.recompute == MIXED else storing.recompute
-                    work = Work(self.shapes.outline, chooser.local, chosen, again, self.shapes.step(shape, storing))
-                    return self._cut(shape, storing, work, below_s)
+                    return Work(self.shapes.outline, chooser.local, chosen, again, self.shapes.step(shape, storing))
+
+                def cut(chosen: Chosen, storing: Storing = storing, below_s: float = found.fastest_s) -> Result:
+                    return self._cut(shape, storing, work(chosen), below_s)
 
                 first = len(found.results)
                 if recompute == MIXED:
                     found.results += [cut(one) for one in chosen]
+                    best = min(found.results[first:], key=lambda r: (not r.fits, r.order))
+                    states = self.shapes.bounds.room.state_bytes(place.step) / self.shapes.bounds.room.width_at_rest
+                    leaner = raising.leaner(work(best.chosen), best, price, states)
+                    found.results += [cut(chooser.choose_near(best.chosen, lean, way)) for way, lean in leaner]
                 else:
                     bound_s = self._fill(found, place, chosen[0], cut, bound_s, is_squeezed=is_squeezed, some=some)
                 way = "none" if recompute == MIXED else recompute
