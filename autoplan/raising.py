@@ -1,7 +1,7 @@
 """Raising: the layers of a plan that are recomputed one way further until every rank fits.
 
-A layer's *steps* go from one way of recomputing to the next that takes more time and keeps less; ways that lie above the line between their neighbours
-(bytes kept, seconds run again) are left out. A rank that is too full at its fullest moment takes the step that saves most bytes there for a second of
+A layer's *steps* go from one way of recomputing to the next that takes more time and keeps less. Ways that lie above the line between their neighbours
+(bytes kept, seconds run again) are left out, or, since they may make less again at once, not. A rank that is too full at its fullest moment takes the step that saves most bytes there for a second of
 a micro-batch, for as many layers of that stage and way as it lacks, and looks again. So it ends with all at their last way or with room.
 """
 
@@ -44,14 +44,14 @@ class _Stage:
         return found
 
 
-def ladder(work: Work, pattern: str) -> tuple[BlockLoad, ...]:
-    """A block of a pattern in every way worth taking, from none on: the lower hull of seconds run again over bytes kept."""
+def ladder(work: Work, pattern: str, *, is_hull: bool = True) -> tuple[BlockLoad, ...]:
+    """A block of a pattern in every way worth taking, from none on: `is_hull`, on the lower hull of seconds run again over bytes kept."""
     ways = [work.load(pattern, way) for way in RECOMPUTES] if work.outline.is_recomputed(pattern) else [work.load(pattern, "none")]
     found: list[BlockLoad] = []
     for load in ways:
         if found and load.saved_bytes >= found[-1].saved_bytes:
             continue  # more time for nothing
-        while len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-2], load):
+        while is_hull and len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-2], load):
             found.pop()
         found.append(load)
     return tuple(found)
@@ -62,14 +62,22 @@ def _rate(one: BlockLoad, other: BlockLoad) -> float:
     return (one.saved_bytes - other.saved_bytes) / max(1e-30, other.again.seconds - one.again.seconds)
 
 
-def raised(work: Work, step: Step, starts: tuple[int, ...], limit_bytes: int) -> Work | None:
-    """`work`, whose layers are recomputed in no way, with as much recomputation as ranks of `limit_bytes` need; None where none is enough or needed."""
+def raised(work: Work, step: Step, starts: tuple[int, ...], limit_bytes: int) -> tuple[Work, ...]:
+    """`work`, whose layers are recomputed in no way, with as much recomputation as ranks of `limit_bytes` need; none where none is enough or needed."""
     loads = work.stage_loads(starts, step.stage_ranks)
     held = memories(loads, step)
     totals: Sequence[Memory] = by_rank(held, step.stage_ranks)
     if all(memory.total <= limit_bytes for memory in totals):
-        return None
-    ladders = {pattern: ladder(work, pattern) for pattern in work.outline.examples}
+        return ()
+    hulls, alls = ({pattern: ladder(work, pattern, is_hull=is_hull) for pattern in work.outline.examples} for is_hull in (True, False))
+    differ = any(len(hulls[pattern]) != len(alls[pattern]) for pattern in hulls)
+    found = (_raised(work, step, starts, limit_bytes, totals, ladders) for ladders in ((hulls, alls) if differ else (hulls,)))
+    return tuple(each for each in found if each is not None)
+
+
+def _raised(
+    work: Work, step: Step, starts: tuple[int, ...], limit_bytes: int, totals: Sequence[Memory], ladders: dict[str, tuple[BlockLoad, ...]]
+) -> Work | None:
     modes = list(work.modes)
     for rank, candidates in enumerate(moments(step.schedule, step.stage_ranks, step.num_micro_batches)):
         own = [s for s, at in enumerate(step.stage_ranks) if at == rank]

@@ -18,7 +18,7 @@ from autoplan.errors import UsageError
 from autoplan.forecast import Forecast
 from autoplan.graph import Block, Graph, options
 from autoplan.layout import PARTIAL, Split
-from autoplan.load import Model
+from autoplan.load import Model, StageLoad
 from autoplan.lower import lower
 from autoplan.plan import BlockPlan, Plan, StagePlan
 from autoplan.price import Pricer
@@ -31,7 +31,7 @@ from autoplan.space import RECOMPUTES, Shape, space
 from autoplan.workload import load_of
 from costmodel.cluster import Cluster
 from costmodel.opkey import Collective, OpKey, OpTime
-from runtime.program import Program
+from runtime.program import Program, StageCode
 
 ASKED = Constraints(tensor="1d")  # grids of tensor axes are left out
 _MODEL = Model(1, 1, "float32", 1.0)  # which no time and no memory depends on
@@ -186,30 +186,38 @@ def _blocks_s(programs: tuple[Program, ...], graph: Graph, pricer: Pricer) -> li
 
 
 def _least_of(case: Instance, programs: tuple[Program, ...], shapes: list[Shape], pricer: Pricer, known_s: float) -> float:
-    """Seconds of the fastest plan of these programs that fits and is faster than `known_s`; infinity where there is none."""
+    """Seconds of the fastest plan of these programs that fits and is faster than `known_s`; infinity where there is none. Every layer is recomputed in a
+    way of its own; where a plan fits, those that recompute some of its layers further are slower."""
     least_s, stage_ranks = float("inf"), programs[0].stage_ranks
-    for recompute in RECOMPUTES:  # what is run again adds time
-        loads = tuple(load_of(p, stage, case.graph, pricer) for p, stage in _stages(programs, recompute))
+    stages = sorted(((p, stage) for p in programs for stage in p.stages), key=lambda item: item[1].index)
+    layers = [[code.name for code in stage.bodies[0].blocks if code.name.startswith("layers")] for _, stage in stages]
+    priced: list[dict[tuple[str, ...], StageLoad]] = []
+    for (program, stage), names in zip(stages, layers, strict=True):
+        ways = itertools.product(RECOMPUTES, repeat=len(names))
+        priced.append({own: load_of(program, _recomputed(stage, dict(zip(names, own, strict=True))), case.graph, pricer) for own in ways})
+    plans = []
+    for number, ways in enumerate(itertools.product(*priced)):
+        loads = tuple(own[way] for own, way in zip(priced, ways, strict=True))
         busy_s = shapes[0].num_micro_batches * max(sum(load.slot_s for load in loads if stage_ranks[load.index] == rank) for rank in stage_ranks)
-        if busy_s >= known_s:
+        plans.append((busy_s, number, tuple(RECOMPUTES.index(way) for own in ways for way in own), loads))
+    fitting: dict[tuple[Shape, int], list[tuple[int, ...]]] = {}
+    for busy_s, _, rungs, loads in sorted(plans, key=lambda plan: plan[:2]):
+        if busy_s >= min(known_s, least_s):
             break
         for shape, zero in itertools.product(shapes, (0, 1, 2, 3) if shapes[0].dp > 1 else (0,)):
-            if busy_s < least_s:
+            fit = fitting.setdefault((shape, zero), [])
+            if busy_s < least_s and not any(all(a <= b for a, b in zip(other, rungs, strict=True)) for other in fit):
                 step = Step(shape.axes, shape.schedule, shape.num_micro_batches, zero, None, "adamw", None, stage_ranks)
                 if max(memory.total for memory in by_rank(memories(loads, step), stage_ranks)) <= case.prices.limit_bytes:
+                    fit.append(rungs)
                     least_s = min(least_s, assemble(loads, step, _MODEL, pricer, with_events=False).step_time_s)
     return least_s
 
 
-def _stages(programs: tuple[Program, ...], recompute: str):
-    """Every stage with its program, its layers recomputed or not."""
-    found = sorted(((p, stage) for p in programs for stage in p.stages), key=lambda item: item[1].index)
-    for program, stage in found:
-        bodies = tuple(
-            replace(body, blocks=tuple(replace(code, recompute=recompute if code.name.startswith("layers") else "none") for code in body.blocks))
-            for body in stage.bodies
-        )
-        yield program, replace(stage, bodies=bodies)
+def _recomputed(stage: StageCode, ways: dict[str, str]) -> StageCode:
+    """The stage with its layers recomputed so."""
+    bodies = tuple(replace(body, blocks=tuple(replace(code, recompute=ways.get(code.name, "none")) for code in body.blocks)) for body in stage.bodies)
+    return replace(stage, bodies=bodies)
 
 
 def _block_plans(outline: Outline, degree: int) -> Iterator[tuple[BlockPlan, ...]]:
