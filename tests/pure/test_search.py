@@ -11,8 +11,9 @@ from autoplan.constraints import Constraints
 from autoplan.errors import AutoplanError, InfeasibleError, UsageError
 from autoplan.explore import Searcher
 from autoplan.graph import Graph
-from autoplan.plan import Plan
-from autoplan.planfile import dumps
+from autoplan.lower import lower
+from autoplan.plan import Plan, recomputed
+from autoplan.planfile import dumps, loads
 from autoplan.search import search
 from autoplan.task import Task
 from costmodel.cluster import Cluster
@@ -58,7 +59,22 @@ def test_a_tight_memory_limit_changes_the_plan_and_is_kept(graph: Graph) -> None
     limit = int(roomy.forecast.peak_memory_bytes * 0.7)
     tight = found(graph, dp=4, limit_bytes=limit)
     assert tight.forecast.peak_memory_bytes <= limit
-    assert (tight.zero, tight.micro_batch_size, tight.blocks[1].recompute) != (roomy.zero, roomy.micro_batch_size, roomy.blocks[1].recompute)
+    assert (tight.zero, tight.micro_batch_size, recomputed(tight)) != (roomy.zero, roomy.micro_batch_size, recomputed(roomy))
+
+
+@pytest.mark.parametrize("fixed", [{"pp": 1, "dp": 4}, {"pp": 4, "schedule": "1f1b"}, {"pp": 2, "dp": 2, "schedule": "interleaved"}], ids=str)
+def test_layers_are_recomputed_each_in_its_own_way_as_far_as_memory_asks(graph: Graph, fixed: dict) -> None:
+    """Between the memory of no recomputation and that of all layers', some layers are recomputed: faster than all, and within the limit."""
+    fixed = {**fixed, "zero": 0, "micro_batch_size": 1}
+    none, full = found(graph, **fixed, recompute="none"), found(graph, **fixed, recompute="full")
+    limit = (none.forecast.peak_memory_bytes + full.forecast.peak_memory_bytes) // 2
+    mixed = found(graph, **fixed, limit_bytes=limit)
+    assert mixed.forecast.peak_memory_bytes <= limit < none.forecast.peak_memory_bytes
+    assert none.forecast.step_time_s < mixed.forecast.step_time_s < full.forecast.step_time_s
+    assert len({way for way, block in zip(recomputed(mixed), graph.blocks, strict=True) if block.layer}) > 1
+    assert loads(dumps(mixed)) == mixed
+    told = [code.recompute for program in lower(mixed, graph) for stage in program.stages for code in stage.bodies[0].blocks]
+    assert sorted(told) == sorted(recomputed(mixed))
 
 
 def test_what_cannot_fit_says_which_memory_by_how_much_and_what_would_help(graph: Graph) -> None:
