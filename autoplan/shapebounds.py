@@ -199,13 +199,15 @@ class ShapeBounds:
         return bound_s
 
     def next_program_bound(self, shape: Shape) -> tuple[float, bool]:
-        """The bound once one more way of recomputing is bounded by integer programs, that which bounds the shape; and whether it was already."""
+        """The bound once one more way of recomputing is bounded by integer programs, that which bounds the shape; and whether it was already. Ways that mix
+        are bounded from the programs of blocks that are not recomputed, before all others are solved."""
         known, done = self.by_recompute(shape), self._programmed.setdefault(shape, set())
         least = min(known, key=lambda recompute: known[recompute])
         if least in done or known[least] == float("inf"):
             return known[least], True
-        done.add(least)
-        solved = (self.solved(shape, boundary, least) for boundary in self.boundaries(shape))
+        solving = "none" if least == MIXED and "none" not in done else least
+        done.add(solving)
+        solved = (self.solved(shape, boundary, solving) for boundary in self.boundaries(shape))
         found = (self._bound(shape, blocks, least_held, least)[least] for blocks in solved if blocks is not None)
         known[least] = max(known[least], min(found, default=float("inf")))
         return min(known.values()), False
