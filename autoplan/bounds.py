@@ -108,7 +108,7 @@ class Bounds:
             return bound
         if not is_chain:
             return max(bound, self._in_parts_s(blocks, slots, step, again, share_s, caps if counts is least_held else None, sent_s, mixture))
-        often = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}.get(step.zero, (0, 0))  # gathers and reductions that nothing hides
+        often = _often(step)
         bound = max(bound, share_s / n + often[0] * gather_s + often[1] * reduce_s)
         if n > 1 and bound < self.enough_s:
             plain = line_s + 2 * crossings * sent_s
@@ -118,6 +118,20 @@ class Bounds:
             for base_s, counted in ((plain, 0.0), (moved, 1.0)):
                 bound = max(bound, self._chains(line, slots, step, caps, base_s, counted, mixture))
         return bound
+
+    def busy_s(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> float:
+        """Least seconds that some rank is busy: X / n of the module's text, of seconds that may count what is paid once a step; infinity where nothing fits."""
+        if self.room.caps(blocks, step, recompute, least_held) is None:
+            return float("inf")
+        mixture = self.room.mixture(blocks, step, least_held) if recompute == MIXED else None
+        again = {p: b.again_s(recompute) for p, b in blocks.items()}
+        total = sum(b.count * (b.seconds + again[p]) for p, b in blocks.items()) + (mixture.least_again_s if mixture is not None else 0.0)
+        share_s = self._share(blocks, step, total, 0.0, 0.0)
+        if step.is_split or step.num_ranks < len(step.stage_ranks):
+            return share_s / step.num_ranks
+        often = _often(step)
+        gather_s, reduce_s = self._exposed(self._slots(blocks, step, again), step, is_trained=all(b.num_trained == b.num_elements for b in blocks.values()))
+        return share_s / step.num_ranks + often[0] * gather_s + often[1] * reduce_s
 
     def _slots(self, blocks: Mapping[str, Least], step: Step, again: Mapping[str, float]) -> Slots:
         width, shards = self.width, step.shards
@@ -297,6 +311,12 @@ class Bounds:
         gather = sum(b.count * self.pricer.collective("all_gather", b.num_elements * self.width.parameter, ranks) for b in blocks.values())
         scatter = sum(b.count * self.pricer.collective("reduce_scatter", b.num_trained * self.width.gradient, ranks) for b in blocks.values())
         return gather, 0.0 if step.sums.is_own else scatter  # compressed or late sums follow the passes: no bound counts them
+
+
+def _often(step: Step) -> tuple[int, int]:
+    """Gathers and reductions of a stage that nothing hides."""
+    m = step.num_micro_batches
+    return {1: (1, 1), 2: (1, m), 3: (2 * m, m)}.get(step.zero, (0, 0))
 
 
 def _beside(step: Step, compute_s: float, moved_s: float) -> float:

@@ -239,7 +239,7 @@ class Chooser:
         self._relaxed: dict[tuple[tuple, Price, tuple[Budget, ...]], Relaxed | None] = {}
         self._totals: dict[tuple[Boundary, str], float] = {}
         self._clock = clock
-        self._steady = steady
+        self.steady = steady
         self._seen: dict[tuple[str, Boundary, str], tuple] = {}
 
     def _view(self, pattern: str, boundary: Boundary, recompute: str) -> tuple:
@@ -295,7 +295,7 @@ class Chooser:
     def _near(self, pattern: str, boundary: Boundary, price: Price, recompute: str) -> Solution | None:
         """The best choice among those of the relaxation and the steady answer. Bounds of shapes come from steady answers, so that nothing is
         proved by it; the whole program can take seconds where parameters weigh much."""
-        known = None if price == self._steady else self._answer(pattern, boundary, self._steady, recompute)
+        known = None if price == self.steady else self._answer(pattern, boundary, self.steady, recompute)
         if known is None:
             return None
         relaxed = self._relax(pattern, boundary, price, (), recompute)
@@ -305,15 +305,15 @@ class Chooser:
     def _slack_s(self, pattern: str, boundary: Boundary, price: Price, recompute: str, objective_s: float) -> float:
         """By how much an answer may miss its bound: by a small part of it, or of what all blocks of the model take, if that is more."""
         if (boundary, recompute) not in self._totals:
-            answers = {p: self._answer(p, boundary, self._steady, recompute) for p in self.outline.examples}
+            answers = {p: self._answer(p, boundary, self.steady, recompute) for p in self.outline.examples}
             self._totals[boundary, recompute] = sum(self.outline.counts[p] * a.objective_s for p, a in answers.items() if a is not None)
-        scale = price.num_micro_batches / self._steady.num_micro_batches / self.outline.counts[pattern] / len(self.outline.examples)
+        scale = price.num_micro_batches / self.steady.num_micro_batches / self.outline.counts[pattern] / len(self.outline.examples)
         return _REUSE * max(objective_s, scale * self._totals[boundary, recompute])
 
     def _known(self, pattern: str, boundary: Boundary, price: Price, recompute: str) -> Solution | None:
         """The answer at the steady price, where it is good enough at `price` too: m/M of its bound bounds the objective at m micro-batches,
         because what is paid once a step weighs no less where it is spread over fewer of them."""
-        steady = self._steady
+        steady = self.steady
         m = price.num_micro_batches / steady.num_micro_batches
         if price == steady or m > 1 or price.per_parameter_byte_s < m * steady.per_parameter_byte_s or price.per_saved_byte_s:
             return None
@@ -328,7 +328,7 @@ class Chooser:
 
     def free(self, pattern: str, boundary: Boundary, recompute: str) -> Solution:
         """The answer at the steady price, whatever memory it needs."""
-        found = self._answer(pattern, boundary, self._steady, recompute)
+        found = self._answer(pattern, boundary, self.steady, recompute)
         assert found is not None, "asked for boundaries that can be had"
         return found
 
@@ -365,15 +365,18 @@ class Chooser:
         free = self.free(pattern, boundary, recompute)
         if all(budget.holds(free.point) for budget in budgets):
             return self._seconds(pattern, boundary, free.bound_s)
-        relaxed = self._relax(pattern, boundary, self._steady, budgets, recompute)
+        relaxed = self._relax(pattern, boundary, self.steady, budgets, recompute)
         return None if relaxed is None else self._seconds(pattern, boundary, max(relaxed.bound_s, free.bound_s))
 
-    def weighed_s(self, pattern: str, boundary: Boundary, recompute: str, per_saved_byte_s: float) -> float:
-        """Seconds of one micro-batch through one block, at least, its saved bytes weighed by `per_saved_byte_s`."""
-        price = replace(self._steady, per_saved_byte_s=self._steady.num_micro_batches * per_saved_byte_s)
+    def own_s(self, pattern: str, boundary: Boundary, recompute: str, num_micro_batches: int | None = None, per_saved_byte_s: float = 0.0) -> float:
+        """Seconds of one micro-batch through one block, at least, its saved bytes weighed by `per_saved_byte_s`; with `num_micro_batches` a step, what is
+        paid once a step shared among them."""
+        m = num_micro_batches or self.steady.num_micro_batches
+        price = replace(self.steady, num_micro_batches=m, per_saved_byte_s=m * per_saved_byte_s)
+        price = price if num_micro_batches is None else replace(price, per_parameter_byte_s=0.0)
         relaxed = self._relax(pattern, boundary, price, (), recompute)
         assert relaxed is not None, "asked for boundaries that can be had"
-        return self._seconds(pattern, boundary, relaxed.bound_s)
+        return self._seconds(pattern, boundary, relaxed.bound_s) if num_micro_batches is None else relaxed.bound_s / m
 
     def _relax(self, pattern: str, boundary: Boundary, price: Price, budgets: tuple[Budget, ...], recompute: str) -> Relaxed | None:
         key = (self._view(pattern, boundary, recompute), price, budgets)
@@ -385,7 +388,7 @@ class Chooser:
         """Pattern -> seconds of one micro-batch through one block, at least, both passes and what is run again; None where the boundary cannot be had."""
         found: dict[str, float] = {}
         for pattern in self.outline.examples:
-            answer = self._answer(pattern, boundary, self._steady, recompute)
+            answer = self._answer(pattern, boundary, self.steady, recompute)
             if answer is None:
                 return None
             found[pattern] = self._seconds(pattern, boundary, answer.bound_s)
@@ -394,5 +397,5 @@ class Chooser:
     def _seconds(self, pattern: str, boundary: Boundary, bound_s: float) -> float:
         """What a bound at the steady price says of the seconds of one micro-batch, at least."""
         weights = self.problem(pattern, boundary).weights.values()
-        once_s = sum(w.deferred_s + self._steady.per_parameter_byte_s * w.num_bytes for w in weights)
-        return max(0.0, bound_s - once_s) / self._steady.num_micro_batches
+        once_s = sum(w.deferred_s + self.steady.per_parameter_byte_s * w.num_bytes for w in weights)
+        return max(0.0, bound_s - once_s) / self.steady.num_micro_batches

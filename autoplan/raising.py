@@ -1,8 +1,9 @@
 """Raising: the layers of a plan that are recomputed one way further until every rank fits.
 
 A layer's *steps* go from one way of recomputing to the next that takes more time and keeps less. Ways that lie above the line between their neighbours
-(bytes kept, seconds run again) are left out, or, since they may make less again at once, not. A rank that is too full at its fullest moment takes the step that saves most bytes there for a second of
-a micro-batch, for as many layers of that stage and way as it lacks, and looks again. So it ends with all at their last way or with room.
+(bytes kept, seconds run again) are left out, or, since they may make less again at once, not. A rank that is too full at its fullest moment takes the
+step that saves most bytes there for a second of a micro-batch, for as many layers of that stage and way as it lacks, and looks again. So it ends with
+all at their last way or with room.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ from autoplan.task import Task
 from costmodel.cluster import Cluster
 from costmodel.memory import widths
 
+_FEW = 8  # times the micro-batches of a shape, beyond which others than its own price bound it
+
 
 class ShapeBounds:
     """Bounds of one search's shapes. What several shapes share is worked out once."""
@@ -203,14 +205,42 @@ class ShapeBounds:
         are bounded from the programs of blocks that are not recomputed, before all others are solved."""
         known, done = self.by_recompute(shape), self._programmed.setdefault(shape, set())
         least = min(known, key=lambda recompute: known[recompute])
-        if least in done or known[least] == float("inf"):
+        own = f"{least}, own price"
+        if own in done or known[least] == float("inf"):
             return known[least], True
-        solving = "none" if least == MIXED and "none" not in done else least
+        solving = "none" if least == MIXED and "none" not in done else least if least not in done else own
         done.add(solving)
+        if solving == own:
+            known[least] = max(known[least], self._own_bound(shape, least))
+            return min(known.values()), False
         solved = (self.solved(shape, boundary, solving) for boundary in self.boundaries(shape))
         found = (self._bound(shape, blocks, least_held, least)[least] for blocks in solved if blocks is not None)
         known[least] = max(known[least], min(found, default=float("inf")))
         return min(known.values()), False
+
+    def _own_bound(self, shape: Shape, recompute: str) -> float:
+        """What all ranks do together, at the price of the shape's own number of micro-batches where they are few: what is paid once a step weighs more then."""
+        m = shape.num_micro_batches
+        if self.task.stages is not None or _FEW * m > self.chooser(shape).steady.num_micro_batches:
+            return 0.0
+        found = []
+        for boundary in self.boundaries(shape):
+            blocks = self.solved(shape, boundary, recompute)
+            if blocks is None:
+                continue
+            name, main = main_of(blocks)
+            ways = RECOMPUTES if recompute == MIXED else (recompute,)
+            told = {way: self.chooser(shape).own_s(name, boundary, way, m) for way in ways}
+            again = {way: max(main.again_s(way), told[way] - told[ways[0]]) for way in ways}
+            if recompute == MIXED:
+                main = replace(main, seconds=max(main.seconds, told["none"]), repeated_s=again["selective"], whole_s=again["full"])
+                main = replace(main, ways=self._ways(shape, boundary, name, main, m)) if main.is_recomputed else main
+            else:
+                main = replace(main, seconds=max(main.seconds, told[recompute] - main.again_s(recompute)))
+            found.append(
+                min(self.bounds.busy_s({**blocks, name: main}, self.step(shape, s), recompute) for s in self.storings(shape) if s.recompute == recompute)
+            )
+        return min(found, default=0.0)
 
     def by_recompute(self, shape: Shape) -> dict[str, float]:
         """Way of recomputing -> the tightest bound that is known of its plans."""
@@ -243,7 +273,7 @@ class ShapeBounds:
             found[name] = replace(main, ways=self._ways(shape, boundary, name, main))
         return found
 
-    def _ways(self, shape: Shape, boundary: Boundary, name: str, main: Least) -> tuple[tuple[float, float], ...]:
+    def _ways(self, shape: Shape, boundary: Boundary, name: str, main: Least, num_micro_batches: int | None = None) -> tuple[tuple[float, float], ...]:
         """Corners of what choices of operators make of each way: at the price s of a byte at which a way weighs as much as the next one, a choice of
         a seconds more than `main` and A bytes has a + s A >= L, the relaxed program's answer, beside a >= a_i and A >= A_i."""
         way_of = {(main.again_s(way), float(main.held_bytes(way))): way for way in reversed(RECOMPUTES)}
@@ -252,7 +282,7 @@ class ShapeBounds:
         for (again_s, kept), (next_s, less) in itertools.pairwise(corners):
             way, price_s = way_of[again_s, kept], (next_s - again_s) / (kept - less)
             entered = 0 if way == "none" else main.enter_bytes
-            least_s = self.chooser(shape).weighed_s(name, boundary, way, price_s) + price_s * entered - main.seconds
+            least_s = self.chooser(shape).own_s(name, boundary, way, num_micro_batches, price_s) + price_s * entered - main.seconds
             found.append((again_s, max(kept, (least_s - again_s) / price_s)))
             found.append((max(again_s, least_s - price_s * kept), kept))
         return hull((*found, corners[-1]))

@@ -208,11 +208,11 @@ class WorkOut:
     def result(self, shape: Shape, storing: Storing, work: Work, starts: tuple[int, ...], best_s: float = float("inf"), *, is_bent: bool = False) -> Result:
         """Stages that begin at blocks `starts`, priced and weighed; values between them in pieces or whole, as is faster."""
         step = self.shapes.step(shape, storing)
-        works = raised(work, step, starts, self.shapes.limit_bytes) if storing.recompute == MIXED else ()
+        works = (raised(work, step, starts, self.shapes.limit_bytes) if storing.recompute == MIXED else ()) or (work,)
         best: Result | None = None
-        for work, loads in ((each, loads) for each in works or (work,) for loads in each.ways(starts, step.stage_ranks)):
+        for each, loads in ((each, loads) for each in works for loads in each.ways(starts, step.stage_ranks)):
             limit_s = best_s if best is None or not best.fits else min(best_s, best.step_s)
-            found = self._weighed(shape, storing, work, starts, loads, limit_s, is_bent=is_bent)
+            found = self._weighed(shape, storing, each, starts, loads, limit_s, is_bent=is_bent)
             best = found if best is None or (not found.fits, found.step_s) < (not best.fits, best.step_s) else best
         assert best is not None, "there is always a way"
         return best
