@@ -210,9 +210,9 @@ class WorkOut:
         step = self.shapes.step(shape, storing)
         works = (raised(work, step, starts, self.shapes.limit_bytes) if storing.recompute == MIXED else ()) or (work,)
         best: Result | None = None
-        for each, loads in ((each, loads) for each in works for loads in each.ways(starts, step.stage_ranks)):
+        for own, loads in ((one, loads) for one in works for loads in one.ways(starts, step.stage_ranks)):
             limit_s = best_s if best is None or not best.fits else min(best_s, best.step_s)
-            found = self._weighed(shape, storing, each, starts, loads, limit_s, is_bent=is_bent)
+            found = self._weighed(shape, storing, own, starts, loads, limit_s, is_bent=is_bent)
             best = found if best is None or (not found.fits, found.step_s) < (not best.fits, best.step_s) else best
         assert best is not None, "there is always a way"
         return best
