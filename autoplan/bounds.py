@@ -107,7 +107,8 @@ class Bounds:
         if bound >= self.enough_s:
             return bound
         if not is_chain:
-            return max(bound, self._in_parts_s(blocks, slots, step, again, share_s, caps if counts is least_held else None, sent_s, mixture))
+            each = len(step.stage_ranks) // n * (_often(step)[0] * gather_s + _often(step)[1] * reduce_s)  # of all stages of a rank
+            return max(bound, self._in_parts_s(blocks, slots, step, again, share_s + n * each, caps if counts is least_held else None, sent_s, mixture, each))
         often = _often(step)
         bound = max(bound, share_s / n + often[0] * gather_s + often[1] * reduce_s)
         if n > 1 and bound < self.enough_s:
@@ -230,8 +231,10 @@ class Bounds:
         caps: np.ndarray | None,
         sent_s: float,
         mixture: Mixture | None,
+        exposed_s: float,
     ) -> float:
-        """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says."""
+        """The bound of schedules with several stages on a rank, or with a split backward pass; with `caps` as the schedule's order says. `exposed_s` of
+        every rank: what its stages gather and reduce with nothing beside."""
         p, m = step.num_ranks, step.num_micro_batches
         graph = self.outline.graph
         alone = np.zeros(p)
@@ -241,7 +244,7 @@ class Bounds:
         name, main = main_of(blocks)
         bound = (share_s + float(alone.sum())) / p
         if caps is not None and bound < self.enough_s:
-            spent = alone.copy()
+            spent = alone + exposed_s
             for number, rank in self.room.ends(step, name).items():
                 pattern = graph.blocks[number].pattern
                 spent[rank] += m * (blocks[pattern].seconds + again[pattern])
