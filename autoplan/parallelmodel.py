@@ -18,6 +18,7 @@ from autoplan.faults import told
 from autoplan.forecast import Forecast, Measured
 from autoplan.frontend import capture
 from autoplan.graph import Graph
+from autoplan.hooks import Hooks
 from autoplan.lower import lower
 from autoplan.moving import Meshes, check_move, rests_alike, shapes_source
 from autoplan.optimizers import protect
@@ -26,7 +27,7 @@ from autoplan.plan import Plan, workers_of
 from autoplan.planoptimizer import make_optimizer
 from autoplan.precision import cast_batch
 from autoplan.programs import Programs
-from autoplan.refusals import refuse
+from autoplan.refusals import refuse, refuse_without_loss, refuse_without_values
 from autoplan.retarget import check_plan
 from autoplan.schemes import tensor_axes
 from autoplan.settings import Settings, plan_for, world_size
@@ -60,6 +61,7 @@ class ParallelModel:
         self._programs: Programs | None = None
         self._alone: Programs | None = None  # of the steps that this rank does without the others
         self._meshes: Meshes | None = None
+        self._hooks: Hooks | None = None
 
     def prepare(self, batch: Batch) -> None:
         """Capture, plan and place the model's tensors for batches like `batch`. Done once; later calls change nothing."""
@@ -82,7 +84,7 @@ class ParallelModel:
         program = self._program(batch, plan.global_batch, "train", mesh)
         dense = dense_source(self._model, graph)
         scale = LossScale() if precision == "fp16" else None
-        self._calls = Calls(mesh)
+        self._calls, self._hooks = Calls(mesh), Hooks(self._model)
         with told():
             self._executor = self._made(program, mesh, dense, (graph, plan), self._settings.seed, scale)
         protect(self._executor.trainable, only_one_bit_adam=program.compression == "1bit-adam" and self._executor.reducer is not None)
@@ -188,8 +190,8 @@ class ParallelModel:
         """
         if not self.training:
             raise UsageError("forward_backward was called in evaluation mode: call train() first, or evaluate(batch).")
-        worker = self._executor.worker if self._executor is not None else None
-        if worker is not None and not worker.works:
+        run = self._executor.asynchronous if self._executor is not None else None
+        if run is not None and not run.worker.works:
             raise UsageError("this rank serves and computes nothing: it makes no steps, call pm.finish(), which returns once all workers have ended")
         return self._run(batch, "train")
 
@@ -212,23 +214,9 @@ class ParallelModel:
     def _run(self, batch: Batch | Share, kind: str) -> torch.Tensor:
         executor = self._bound(batch, kind)
         content = self._content(batch)
-        self._check_loss()
+        refuse_without_loss(self._model, self.graph)
         with told():
             return executor.step(content) if kind == "train" else executor.evaluate(content)
-
-    def _check_values(self) -> None:
-        if self._unset:
-            raise UsageError(
-                f"{', '.join(self._unset[:3])}{' ...' if len(self._unset) > 3 else ''} came from the meta device and have no values yet: "
-                "load_full_state_dict(FILE, FOLDER or state) or load(CHECKPOINT) first."
-            )
-
-    def _check_loss(self) -> None:
-        if self.graph.loss is None:
-            raise UsageError(
-                f"{type(self._model).__name__} gives no loss: it must return a scalar, or an output with .loss or ['loss']; "
-                "otherwise give parallelize(model, batch, loss_fn=...), a function of (output, batch)."
-            )
 
     def _content(self, batch: Batch | Share) -> Batch:
         """The tensors of a batch, in the precision that is computed in."""
@@ -238,10 +226,11 @@ class ParallelModel:
         """The executor with the program for this batch."""
         if self._executor is None:
             self.prepare(batch.batch if isinstance(batch, Share) else batch)
-        self._check_values()
-        assert self._calls is not None
+        refuse_without_values(self._unset)
+        assert self._calls is not None and self._hooks is not None
         executor = self.executor
         try:
+            self._hooks.refuse_new()
             content = self._content(batch)
             rows = self._global_rows(batch)
             program = f"{kind} on {shape_key(content, rows)}"
@@ -306,13 +295,13 @@ class ParallelModel:
     def finish(self) -> Record | None:
         """End an asynchronous run: every rank calls it after its last step, in its own time; returns once all have, with the servers' last
         weights in every replica, and what happened (runtime/order.py). None for plans whose ranks step together."""
-        worker = self.executor.worker
-        if worker is None:
+        run = self.executor.asynchronous
+        if run is None:
             return None
-        if not worker.has_started:
+        if not run.worker.has_started:
             raise UsageError("pm.finish() ends a run that has not begun: no servers work before pm.optimizer(...) is made")
         with told():
-            return self.executor.finish()
+            return run.finish()
 
     def forecast(self, rows: int | None = None) -> Forecast:
         """What this plan is predicted to take for a global batch of `rows` rows (default: the planned one), from the formulas."""
@@ -334,7 +323,7 @@ class ParallelModel:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Dense parameters and buffers under the model's own names and shapes, on rank 0; empty elsewhere. Every rank calls it."""
-        self._check_values()
+        refuse_without_values(self._unset)
         kept = self._model.state_dict().keys()
         return {name: tensor for name, tensor in self.executor.full_state_dict().items() if name in kept}
 
@@ -361,7 +350,7 @@ class ParallelModel:
         Every rank calls it. Without `wait` training goes on while it is written, from a copy on the CPU of each stage's first rank; it is
         in place after `finish_saving()`, the next `save` or `load`, or the process' end.
         """
-        self._check_values()
+        refuse_without_values(self._unset)
         with told():
             return self.executor.save(path, optimizer, wait=wait)
 
@@ -372,7 +361,7 @@ class ParallelModel:
 
     def export(self, path: str | Path) -> None:
         """Write the model as a folder of safetensors files under its own names, those of `model.state_dict()`. Every rank calls it."""
-        self._check_values()
+        refuse_without_values(self._unset)
         kept = self._model.state_dict().keys()
         with told():
             self.executor.export(path, lambda name: name in kept)

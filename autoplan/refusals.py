@@ -1,8 +1,8 @@
-"""What an export would silently change, refused by name before it can."""
+"""What is refused by name: what an export would silently change, and calls that a model is not ready for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, UsageError
+from autoplan.graph import Graph
 
 
 def refuse(model: nn.Module) -> None:
@@ -41,6 +42,24 @@ def refuse(model: nn.Module) -> None:
             raise CaptureError(f"parameter {name!r} has no shape yet: run the model once on a batch first")
         if type(parameter) is not nn.Parameter or parameter.is_quantized:
             raise CaptureError(f"parameter {name!r} is a {type(parameter).__name__}, which a plan cannot place: give plain tensors, or int8 in buffers")
+
+
+def refuse_without_values(names: Sequence[str]) -> None:
+    """Raise where `names`, tensors from the meta device, have no values yet."""
+    if names:
+        raise UsageError(
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''} came from the meta device and have no values yet: "
+            "load_full_state_dict(FILE, FOLDER or state) or load(CHECKPOINT) first."
+        )
+
+
+def refuse_without_loss(model: nn.Module, graph: Graph) -> None:
+    """Raise where a graph of `model` has no loss."""
+    if graph.loss is None:
+        raise UsageError(
+            f"{type(model).__name__} gives no loss: it must return a scalar, or an output with .loss or ['loss']; "
+            "otherwise give parallelize(model, batch, loss_fn=...), a function of (output, batch)."
+        )
 
 
 @contextmanager

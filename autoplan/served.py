@@ -91,8 +91,9 @@ def worker_class(cls: Any, executor: Executor) -> Any:
     """`cls` as an asynchronous worker has it: a step pushes gradients, with this object's learning rates, and pulls weights; the
     servers' own optimizers are of `cls` with the other options as they are now. Raises UnsupportedOpError as `served_class`."""
     check_servable(cls)
-    worker = executor.worker
-    assert worker is not None
+    run = executor.asynchronous
+    assert run is not None
+    worker = run.worker
     if worker.has_started:
         raise UsageError("an asynchronous run has one optimizer, and it is made already: put all parameters into it, as groups")
 
@@ -102,7 +103,7 @@ def worker_class(cls: Any, executor: Executor) -> Any:
         def __init__(self, params: Iterable[Any], **options: Any) -> None:
             super().__init__(params, **options)
             trained = executor.with_gradients()
-            executor.start([[p for p in group["params"] if p in trained] for group in self.param_groups], self._make)
+            run.start([[p for p in group["params"] if p in trained] for group in self.param_groups], self._make)
 
         def _make(self, pieces: list[list[nn.Parameter]]) -> Optimizer:
             options = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in self.param_groups]
@@ -123,7 +124,7 @@ def worker_class(cls: Any, executor: Executor) -> Any:
             if worker.has_finished:
                 raise UsageError("pm.finish() has ended this run: no step can follow")
             with told():
-                executor.exchange([float(group["lr"]) for group in self.param_groups])
+                run.exchange([float(group["lr"]) for group in self.param_groups])
             return loss
 
         def state_of(self, resident: Resident) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -14,21 +14,20 @@ import torch
 
 from runtime import checkpoint
 from runtime.action import Schedule
+from runtime.asynchronous import AsynchronousRun
 from runtime.batch import gather_rows, gather_rows_for_all
 from runtime.carry import restored, written
 from runtime.code import Code, make_ready
 from runtime.errors import ScheduleError
 from runtime.finite import not_finite, suspicion
-from runtime.mesh import Mesh, alone
+from runtime.mesh import Mesh
 from runtime.norm import clip_grad_norm
-from runtime.order import Record
 from runtime.paced import Pace, Pacer, clock_of, paced
-from runtime.parameter_server import MakeOptimizer
 from runtime.partition import servers_of, workers_of
 from runtime.program import Program
 from runtime.random import RandomState
 from runtime.reducer import Reducer
-from runtime.reduction import all_reduce_bucket, reduce_over_axes, sum_over_axes
+from runtime.reduction import reduce_over_axes, sum_over_axes
 from runtime.run import Run
 from runtime.saving import Saving
 from runtime.scaling import LossScale
@@ -86,8 +85,11 @@ class Executor:
         }
         self.residents: tuple[Resident, ...] = tuple(r for s in program.stages for r in self.storages[s.index].residents)
         self.servers = Servers(self.trainable, served_by, workers_of(program), mesh) if program.sync == "ps" else None
-        self.worker = Worker(self.trainable, served_by, workers_of(program), program.staleness, mesh) if program.sync == "async" else None
-        self._own = mesh if self.worker is None else alone(mesh)  # the ranks that step together
+        self.asynchronous: AsynchronousRun | None = None
+        if program.sync == "async":
+            worker = Worker(self.trainable, served_by, workers_of(program), program.staleness, mesh)
+            self.asynchronous = AsynchronousRun(worker, mesh, self._reshard)
+        self._own = mesh if self.asynchronous is None else self.asynchronous.own  # the ranks that step together
         self.reducer = Reducer(program, self.storages, mesh) if is_own else None
         self.carried: list[tuple[Resident, torch.Tensor]] = []  # to be added to the gradients of the next step
         self.rebind(program, dense)
@@ -280,39 +282,15 @@ class Executor:
         found = with_gradients(self.program)
         return frozenset(r.tensor for r in self.trainable if (r.stage, r.stored.name) in found)
 
-    def start(self, groups: Sequence[Sequence[torch.Tensor]], make: MakeOptimizer) -> None:
-        """Begin to serve and to work (runtime/workers.py). All ranks call it; returns when all serve."""
-        assert self.worker is not None, "the program is not asynchronous"
-        with guarded(self.mesh):
-            self.worker.start(groups, make)
-            self._meet()
-
-    def exchange(self, rates: Sequence[float]) -> None:
-        """Push this worker's gradients with the learning rates of the optimizer's groups, and pull weights. Raises as `step`."""
-        assert self.worker is not None, "the program is not asynchronous"
-        with guarded(self.mesh):
-            self.worker.exchange(rates)
-        self._reshard()
-
-    def finish(self) -> Record:
-        """End an asynchronous run: wait until every worker has ended, take the last weights; what happened, on every rank."""
-        assert self.worker is not None, "the program is not asynchronous"
-        with guarded(self.mesh):
-            if not self.worker.has_finished:
-                self.worker.finish()
-            self._reshard()
-            return self.worker.record()
-
     def _settle(self) -> None:
-        """Give all workers the servers' weights, once every worker is here. Nothing where a step leaves them equal."""
-        if self.worker is None or not self.worker.has_started or self.worker.has_finished:
-            return
-        with guarded(self.mesh):
-            self.worker.rest()
-            self._meet()
-            self.worker.refresh()
-            self._meet()
-            self._reshard()
+        """Give all workers the servers' weights. Nothing where a step leaves them equal."""
+        if self.asynchronous is not None:
+            self.asynchronous.settle()
+
+    def _take(self) -> None:
+        """Give the servers of an asynchronous run the weights that were loaded."""
+        if self.asynchronous is not None:
+            self.asynchronous.take()
 
     def _complete(self) -> None:
         """Give all ranks the weights, those that only serve too."""
@@ -320,18 +298,6 @@ class Executor:
         if self.servers is not None:
             with guarded(self.mesh):
                 self.servers.refresh()
-
-    def _take(self) -> None:
-        """Give the servers the weights that were loaded."""
-        if self.worker is not None and self.worker.has_started:
-            with guarded(self.mesh):
-                self._meet()
-                self.worker.take()
-                self._meet()
-
-    def _meet(self) -> None:
-        with self.mesh.recorder.action("wait", "reduce"):
-            all_reduce_bucket([torch.zeros(1, device=self.mesh.device)], self.mesh.world)
 
     def load_full_state_dict(self, dense: Callable[[str], torch.Tensor | None]) -> None:
         """Fill every parameter and buffer from `dense(name)` (None: not there), each rank its own part. Raises ValueError."""

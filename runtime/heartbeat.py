@@ -106,7 +106,7 @@ class Watch:
             _, since_s = self._alive.get(rank, (0, self._start_s))
             silent_s = time.monotonic() - since_s
             if silent_s > limit_s:
-                last = f", last seen in {self._last[rank].at}" if rank in self._last else ""
+                last = f", last seen: {self._last[rank].at}" if rank in self._last else ""
                 return f"rank {rank} is gone: no sign of it for {silent_s:.0f} s{last}"
         return None
 
@@ -119,7 +119,7 @@ class Watch:
             is_at_work = self._last[rank].cpu_s - sign.cpu_s > _BUSY_SHARE * still_s
             if sign.is_new and is_at_work:
                 continue
-            text = f"rank {rank} has not moved for {still_s:.0f} s: it is in {sign.at}"
+            text = f"rank {rank} has not moved for {still_s:.0f} s, {sign.at}"
             self._store.set(f"{self._key}/stuck/{rank}", f"{sign.moves}|{text}")
             return text
         return None

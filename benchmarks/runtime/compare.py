@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.launch import run_ranks
 from benchmarks.runtime.peers import CONSTRAINTS, Step, ours, theirs
@@ -103,7 +104,7 @@ def _tensors() -> list[torch.Tensor]:
     found = []
     for thing in gc.get_objects():
         try:
-            if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            if isinstance(thing, torch.Tensor) and not isinstance(thing, FakeTensor) and thing.device.type == "cpu":
                 local: Any = thing.to_local() if hasattr(thing, "to_local") else thing  # type: ignore[attr-defined]
                 found.append(local)
         except (ReferenceError, RuntimeError, AttributeError):

@@ -194,7 +194,7 @@ def in_turn(folder: str) -> dict[str, Any]:
                 pm.forward_backward(batches(rank, step))
                 opt.step()
             dist.barrier()
-    record = tuple(e for e in pm.executor.worker.server.exchanges if e.kind == "push")
+    record = tuple(e for e in pm.executor.asynchronous.worker.server.exchanges if e.kind == "push")
     if rank == 2:
         return dict(pushes=record)
     try:

@@ -147,7 +147,8 @@ def _failing(how: str) -> Callable[..., Any]:
 
 PLANS = {"pp": dict(pp=2, num_micro_batches=2), "dp": dict(dp=2), "zero": dict(dp=2, zero=3), "pp dp": dict(pp=2, dp=2, num_micro_batches=2)}
 SAID = {"kill": "rank {last} is gone", "stall": "rank {last} has not moved", "stop": "rank {last} is gone", "spin": "rank {last} has not moved"}
-SAID |= {"raise": "rank {last}, stage {stage}, micro-batch 0 (forward): ArithmeticError: the culprit", "between steps": "it is in between steps"}
+SAID |= {"raise": "rank {last}, stage {stage}, micro-batch 0 (forward): ArithmeticError: the culprit"}
+SAID |= {"between steps": "s, after stage 0, micro-batch 0 (between steps)"}
 BY_HAND = [("stall", "pp"), ("kill", "dp"), ("kill", "zero"), ("stop", "pp"), ("spin", "dp"), ("between steps", "dp"), ("raise", "dp"), ("kill", "pp dp")]
 
 
