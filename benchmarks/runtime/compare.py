@@ -10,7 +10,8 @@
     a result      counts where the control's interval contains 1 and is narrower than 1.5 %
 
 `--memory` compares instead the peak of what one step holds: parameters, gradients and optimizer state plus the largest sum of
-what torch allocates during the step.
+what torch allocates during the step. Ours twice: with the model that was given, which keeps its own weights besides those of the plan
+as long as the caller does not let go of them, and with one on the meta device, whose weights each rank loads.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _measure(peer: str, num_ranks: int, num_layers: int, num_rows: int, num_roun
 def _peak(peer: str, num_ranks: int, num_layers: int, num_rows: int, side: str) -> int:
     """Peak bytes of one step of one side on this rank."""
     join(num_ranks)
-    step = (ours if side == "ours" else theirs)(peer, num_layers, num_rows)
+    step = theirs(peer, num_layers, num_rows) if side == "theirs" else ours(peer, num_layers, num_rows, from_meta=side == "from meta")
     for _ in range(2):
         step()
     gc.collect()
@@ -150,8 +151,10 @@ def main() -> None:
     for peer in args.peers or CONSTRAINTS:
         ranks = math.prod(CONSTRAINTS[peer].get(axis, 1) for axis in ("dp", "tp", "pp"))
         if args.memory:
-            peaks = [max(run_ranks(_peak, ranks, peer, ranks, args.layers, args.rows, side, timeout_s=600)) for side in ("ours", "theirs")]
-            print(f"{peer:9s} peak {peaks[0] / 2**20:.1f} MiB against {peaks[1] / 2**20:.1f}: {peaks[0] / peaks[1]:.3f}", flush=True)
+            sides = ("ours", "from meta", "theirs")
+            peaks = [max(run_ranks(_peak, ranks, peer, ranks, args.layers, args.rows, side, timeout_s=600)) for side in sides]
+            mine, lean, other = (peak / 2**20 for peak in peaks)
+            print(f"{peer:9s} peak {mine:.1f} MiB, {lean:.1f} from the meta device, against {other:.1f}: {mine / other:.3f}, {lean / other:.3f}", flush=True)
             record[peer] = peaks
             continue
         found = run_ranks(_measure, ranks, peer, ranks, args.layers, args.rows, args.rounds, timeout_s=3600)[-1]

@@ -38,11 +38,15 @@ def _trained(model: Any, optimizer: torch.optim.Optimizer, run: Callable[[], tor
     return step
 
 
-def ours(peer: str, num_layers: int, num_rows: int) -> Step:
-    """The step under the plan whose degrees `peer` has."""
+def ours(peer: str, num_layers: int, num_rows: int, *, from_meta: bool = False) -> Step:
+    """The step under the plan whose degrees `peer` has. `from_meta`: the model has no weights of its own, each rank loads its part."""
     model, batch = built(num_layers, num_rows)
+    state = model.state_dict()
+    model = model.to("meta") if from_meta else model
     wanted = dict(CONSTRAINTS[peer], micro_batch_size=num_rows // CONSTRAINTS[peer].get("dp", 1) // (NUM_MICRO_BATCHES if peer == "pipeline" else 1))
     pm = autoplan.parallelize(model, batch, cluster=f"cpu:1x{_size()}", constraints=autoplan.Constraints(**wanted, recompute="none"))
+    if from_meta:
+        pm.load_full_state_dict(state)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-3)
     return _trained(pm, optimizer, lambda: pm.forward_backward(batch))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import autoplan
 from autoplan.frontend import capture
@@ -107,7 +106,7 @@ def _interrupted(plan: dict[str, Any]) -> tuple[list[bool], float, list[float], 
                 optimizer.zero_grad()
                 schedule.step()
                 seen.append(optimizer.param_groups[0]["lr"])
-    error = relative_errors(pm.full_state_dict(), true.state_dict())[0] if not dist.is_initialized() or dist.get_rank() == 0 else 0.0
+    error = relative_errors(pm.full_state_dict(), true.state_dict())[0]  # the state is rank 0's alone
     return skipped, error, rates[0], rates[1]
 
 
