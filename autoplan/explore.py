@@ -114,7 +114,10 @@ class Searcher:
             blocks = self.shapes.least(shape)
             return min(self.shapes.bounds.room.memory_bytes(blocks, self.shapes.step(shape, s), s.recompute) for s in self.shapes.storings(shape))
 
-        for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))[:_NUM_MESHES]:
+        rest = sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (need_bytes(s), s))
+        for number, shape in enumerate(rest):
+            if number >= _NUM_MESHES and outcome.too_large:  # others may have no operators that divide so
+                return
             outcome.worked_out.add(shape)
             self._add(outcome, shape)
 
@@ -215,6 +218,12 @@ class Searcher:
 
 def too_large(outcome: Outcome, task: Task) -> InfeasibleError:
     """Why nothing fits: the plan that needs least, the kind of memory that fills it, and what would help."""
+    if not outcome.too_large:
+        return InfeasibleError(
+            f"no plan of {task.graph.name} can be had on {task.cluster.name} with the constraints {task.constraints.described()}: on none of the "
+            f"{len(outcome.bounds)} meshes and schedules that they leave can the operators of every block be divided so that values lie between blocks as is "
+            "asked. Use tp=1, or leave out tensor and sequence_parallel"
+        )
     least: Result = min(outcome.too_large, key=lambda r: (r.memory.total, r.order))
     kinds: Mapping[str, int] = {name: getattr(least.memory, name) for name in MEMORY_KINDS}
     kind = max(kinds, key=lambda name: kinds[name])

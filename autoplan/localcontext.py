@@ -84,6 +84,10 @@ class Exchanges:
     forward_s: float
     backward_s: float
 
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
 
 def context_exchanges(local: LocalGraph, context: LocalContext, indices: tuple[int, ...], given: tuple[str, ...]) -> Exchanges:
     """Changes of layout on the axis, each once, and what attention and experts exchange inside. Around attention values are

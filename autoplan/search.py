@@ -25,6 +25,7 @@ from costmodel.prices import Prices
 
 _NUM_ALTERNATIVES = 5
 _NUM_FINALISTS = 3
+_NUM_SEARCHES = 4  # with less memory each, where programs need more than was thought
 _CLOSE = 1.02  # times of the best, within which finalists are lowered too
 _MANY_OPS = 1000  # of a graph, beyond which the best alone is lowered: its price is the same before and after
 
@@ -69,41 +70,59 @@ def search(
 
 
 def search_task(task: Task) -> Plan:
-    """The best plan of one search. Raises InfeasibleError where nothing fits."""
-    searcher = Searcher(task)
-    outcome = searcher.run()
-    if not outcome.fitting:
-        raise too_large(outcome, task)
-    return _confirmed(searcher, outcome)
+    """The best plan of one search. Raises InfeasibleError where nothing fits.
+
+    The search weighs plans from its own choices. Where every plan that it found has a program that needs more than there is, it searches again with as
+    much less memory as the nearest program missed; the first bounds hold for all of these plans.
+    """
+    asked, limit_bytes, bounds = task, 0, {}
+    dropped: list[Result] = []
+    for _ in range(_NUM_SEARCHES):
+        searcher = Searcher(task)
+        outcome = searcher.run()
+        limit_bytes = limit_bytes or searcher.shapes.limit_bytes
+        bounds = bounds or dict(outcome.bounds)
+        if not outcome.fitting:
+            break
+        plan, missed_bytes = _confirmed(searcher, replace(outcome, bounds=bounds), dropped, limit_bytes)
+        if plan is not None:
+            return plan
+        task = replace(task, constraints=replace(asked.constraints, max_memory_bytes=max(1, limit_bytes - missed_bytes)))
+    rest = dropped or [replace(result, limit_bytes=limit_bytes) for result in outcome.too_large]
+    raise too_large(replace(outcome, too_large=rest, fitting=[]), asked)
 
 
-def _confirmed(searcher: Searcher, outcome: Outcome) -> Plan:
-    """The best plan once the best few were lowered and replayed from their programs, which is what their forecasts say."""
+def _confirmed(searcher: Searcher, outcome: Outcome, dropped: list[Result], limit_bytes: int) -> tuple[Plan | None, int]:
+    """The best plan once the best few were lowered and replayed from their programs, which is what their forecasts say; None where all are `dropped`, to which
+    those that need more than `limit_bytes` are added with their program's memory, and the bytes by which programs need more than was thought, at least."""
     task = searcher.task
     best_s = outcome.best().step_s
     ranked = sorted(outcome.fitting, key=lambda r: r.order)
     several = len(task.graph.ops) <= _MANY_OPS
     found: list[tuple[Plan, Result]] = []
-    dropped: list[tuple[Result, Result]] = []  # as the search saw it, and with the memory of its program
+    refused: list[Result] = []
+    missed: list[int] = []
     for result in ranked:
         close = result.step_s <= best_s * _CLOSE and len(found) < _NUM_FINALISTS and several
         if found and not close:
             break
         plan = plan_of(result, searcher, outcome)
         told = forecast(lower(plan, task.graph), plan, task.graph, task.prices, overlap=searcher.shapes.overlap)
-        told = _limited(told, result.limit_bytes)
-        if told.peak_memory_bytes <= result.limit_bytes:
-            found.append((replace(plan, forecast=told), result))
+        told = _limited(told, limit_bytes)
+        if told.peak_memory_bytes <= limit_bytes:
+            found.append((replace(plan, forecast=told), replace(result, limit_bytes=limit_bytes)))
         else:
             held = by_rank([stage.memory for stage in told.stages], result.stage_ranks)
             fullest = max(range(len(held)), key=lambda stage: held[stage].total)
-            dropped.append((result, replace(result, memory=held[fullest], fullest=fullest)))
-    kept = [result for result in outcome.fitting if not any(result is seen for seen, _ in dropped)]
-    known = replace(outcome, fitting=kept, too_large=[*(real for _, real in dropped), *outcome.too_large])
+            refused.append(result)
+            missed.append(held[fullest].total - result.memory.total)
+            dropped.append(replace(result, memory=held[fullest], fullest=fullest, limit_bytes=limit_bytes))
     if not found:
-        raise too_large(replace(known, too_large=[*known.too_large, *known.fitting], fitting=[]), task)
+        return None, min(missed)
+    kept = [result for result in outcome.fitting if not any(result is seen for seen in refused)]
+    known = replace(outcome, fitting=kept, too_large=[*dropped, *outcome.too_large])
     plan, best = min(found, key=lambda pair: pair[0].forecast.step_time_s)
-    return replace(plan, gap=known.gap(best), alternatives=alternatives(best, known), reasons=_reasons(best, known))
+    return replace(plan, gap=known.gap(best), alternatives=alternatives(best, known), reasons=_reasons(best, known)), 0
 
 
 def plan_of(best: Result, searcher: Searcher, outcome: Outcome) -> Plan:

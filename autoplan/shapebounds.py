@@ -24,11 +24,13 @@ from autoplan.bounds import Bounds, ramp
 from autoplan.choose import Boundary, Chooser, Outline
 from autoplan.countdown import Countdown
 from autoplan.datasums import Mode
+from autoplan.exchanges import exchanges
 from autoplan.graph import Graph
 from autoplan.heavy import heavy_s
 from autoplan.holding import is_split, least_held, surely_held
 from autoplan.least import Least, least_blocks, main_of
 from autoplan.load import BUCKET_BYTES
+from autoplan.localcontext import Exchanges
 from autoplan.mixing import hull
 from autoplan.price import Pricer, axis_group, compute_dtype, itemsize, precision_left
 from autoplan.problem import Price
@@ -72,6 +74,7 @@ class ShapeBounds:
         self._programmed: dict[Shape, set[str]] = {}
         self._leasts: dict[Inside, Mapping[str, Least]] = {}
         self._heavy: dict[Inside, Mapping[str, float]] = {}
+        self._exchanged: dict[tuple[Inside, Axes], Mapping[str, Exchanges]] = {}
         self._flops = sum(task.graph.ops[i].flops for i in self.outline.batch.body)
 
     def step(self, shape: Shape, storing: Storing) -> Step:
@@ -304,7 +307,19 @@ class ShapeBounds:
         """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""
         if self.task.stages is not None:
             return shape.num_micro_batches * sum(b.count * b.seconds for b in blocks.values()) / shape.pp
-        return self.bounds.step_s(blocks, self.step(shape, storing), storing.recompute, counts)
+        return self.bounds.step_s(self._exchanging(blocks, shape), self.step(shape, storing), storing.recompute, counts)
+
+    def _exchanging(self, blocks: Mapping[str, Least], shape: Shape) -> Mapping[str, Least]:
+        """`blocks` with what data ranks and contexts exchange inside their passes (autoplan/exchanges.py)."""
+        key = (shape.inside, shape.axes)
+        if key not in self._exchanged:
+            local, given = self.chooser(shape).local, self.outline.batch.preamble_outputs
+            self._exchanged[key] = {p: exchanges(local, indices, given, shape.axes) for p, indices in self.examples.items()}
+        found = {p: (b, self._exchanged[key][p]) for p, b in blocks.items()}
+        return {
+            p: replace(b, seconds=b.seconds + e.seconds, forward_s=b.forward_s + e.forward_s, backward_s=b.backward_s + e.backward_s)
+            for p, (b, e) in found.items()
+        }
 
     def least(self, shape: Shape) -> Mapping[str, Least]:
         if shape.inside not in self._leasts:

@@ -150,6 +150,7 @@ def space(world_size: int, batch: int, max_stages: int, constraints: Constraints
         "schedule": _values(shape.schedule for shape in shapes),
         "num_chunks": _values(shape.num_chunks for shape in shapes),
         "zero": _values(storing.zero for storing in storings(constraints)),
+        "zero_group": (constraints.zero_group or "all data ranks",),
         "recompute": (constraints.recompute,) if constraints.recompute is not None else (*RECOMPUTES, "per layer"),
     }
     ways = _values(shape.context for shape in shapes if shape.context)

@@ -15,15 +15,15 @@ from functools import cached_property
 
 import numpy as np
 
-from autoplan.blockprices import data_uses
 from autoplan.choose import Chosen, Outline
 from autoplan.datasums import element_bytes
+from autoplan.exchanges import exchanges
 from autoplan.gridprices import weight_parts
 from autoplan.holding import moments, num_stages_held
 from autoplan.layout import WHOLE, Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
-from autoplan.localcontext import LocalContext, context_exchanges, resting_bytes
-from autoplan.price import LocalGraph, axis_group, cut, itemsize
+from autoplan.localcontext import LocalContext, resting_bytes
+from autoplan.price import LocalGraph, cut, itemsize
 from autoplan.problem import BlockPoint
 from autoplan.replay import Step
 from autoplan.schemes import ROLES, feature_axes, row_axes
@@ -124,18 +124,9 @@ class Work:
         size = lambda items: sum(self._bytes(name, layout) for name, layout in items)  # noqa: E731
         indices = self.outline.indices(self.outline.graph.blocks[self.outline.examples[pattern]])
         given = self.outline.batch.preamble_outputs
-        names = ["dp", *(name for name, _ in row_axes(self.axes) if self.local.divided is None)]  # else the prices of operators contain it
-        data = data_uses(self.local, indices, given)
-        data = tuple(replace(use, axis=name) for name in names if axis_group(self.axes, name).size > 1 for use in data)
-        seconds = [(use.phase, self.local.pricer.collective(use.kind, use.num_bytes, axis_group(self.axes, use.axis))) for use in data]
-        data_s = (sum(s for phase, s in seconds if phase == "forward"), sum(s for phase, s in seconds if phase == "backward"))
-        point = self.chosen.point(pattern)
-        moved = tuple(Traffic(use.kind, use.axis, use.phase, use.num_bytes) for use in data)
-        deferred: tuple[tuple[str, int], ...] = ()
-        for context in self.contexts:
-            found = context_exchanges(self.local, context, indices, given)
-            moved, data_s = (*moved, *found.traffic), (data_s[0] + found.forward_s, data_s[1] + found.backward_s)
-            deferred = (*deferred, (context.name, resting_bytes(context, self.local, point.rests)))
+        found = exchanges(self.local, indices, given, self.axes)
+        moved, data_s, point = found.traffic, (found.forward_s, found.backward_s), self.chosen.point(pattern)
+        deferred = tuple((context.name, resting_bytes(context, self.local, point.rests)) for context in self.contexts)
         sent = self._compressed_bytes(point, self.step.degree("dp"))
         return BlockLoad(point, size(kept.items()), size(leaves), "none", moved, data_s, deferred, sent)
 
