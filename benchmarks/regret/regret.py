@@ -26,6 +26,7 @@ from sharing import shared_searches
 
 from autoplan import AutoplanError, Constraints, Plan, capture, find_plan
 from autoplan.api import load_cluster
+from autoplan.batchaxis import batch_axis
 from autoplan.graph import Graph
 from autoplan.modelsource import BatchSizes, Source, from_config, load
 from autoplan.schemes import LINES, grids
@@ -80,6 +81,7 @@ class Setting:
     graph: Graph
     cluster: Cluster
     prices: AnalyticPrices
+    can_micro_batch: bool
 
     def plan(self, constraints: Constraints) -> Plan:
         return find_plan(self.graph, None, self.cluster, constraints, precision="bf16", prices=self.prices)
@@ -88,7 +90,8 @@ class Setting:
 def ready(case: Case) -> Setting:
     source = case.source(case.rows, case.seq)
     cluster = load_cluster(case.cluster)
-    return Setting(case, capture(source.model, source.batch, precision="bf16"), cluster, AnalyticPrices(cluster))
+    graph = capture(source.model, source.batch, precision="bf16")
+    return Setting(case, graph, cluster, AnalyticPrices(cluster), batch_axis(graph).blocker is None)
 
 
 def random_constraints(setting: Setting, draw: random.Random) -> Constraints:
@@ -106,7 +109,7 @@ def random_constraints(setting: Setting, draw: random.Random) -> Constraints:
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp} | ({"cp": cp} if cp > 1 or draw.random() < 0.5 else {})
     fields |= {"ep": ep} if ep > 1 else {}
     if draw.random() < 0.6:
-        fields["micro_batch_size"] = draw.choice([d for d in divisors(rows // dp) if d <= 16])
+        fields["micro_batch_size"] = draw.choice([d for d in divisors(rows // dp) if d <= 16]) if setting.can_micro_batch else rows // dp
     if draw.random() < 0.6:
         fields["zero"] = draw.choice([0, 1, 2, 3]) if dp > 1 else 0
         if fields["zero"] and draw.random() < 0.3:
