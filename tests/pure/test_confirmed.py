@@ -39,9 +39,7 @@ def test_plans_whose_programs_fit_are_searched_for_where_those_found_do_not(monk
     plan = search(case.graph, case.cluster, RandomPrices(SEED, limit_bytes), ASKED)
     assert plan.forecast.peak_memory_bytes <= limit_bytes
     assert plan.forecast.step_time_s == leaner.forecast.step_time_s
-    assert plan.gap >= 1 - free.forecast.step_time_s / plan.forecast.step_time_s - 0.01, (
-        "what was left out for its program's memory counts"
-    )
+    assert plan.gap >= 1 - free.forecast.step_time_s / plan.forecast.step_time_s - 0.01, "what was left out for its program's memory counts"
     assert all(stage.memory_limit_bytes == limit_bytes for stage in plan.forecast.stages)
 
 
