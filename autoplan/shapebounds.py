@@ -44,6 +44,7 @@ from autoplan.task import Task
 from costmodel.cluster import Cluster
 from costmodel.memory import widths
 
+_OWN = "own price"
 _FEW = 8  # times the micro-batches of a shape, beyond which others than its own price bound it
 
 
@@ -71,7 +72,7 @@ class ShapeBounds:
         self.bounds = Bounds(self.outline, self.pricer, widths(task.precision, task.optimizer, smallest), self.optimizer_s, self.limit_bytes)
         self._solutions: dict[tuple[Inside, Boundary, str], Mapping[str, Least] | None] = {}
         self._by_recompute: dict[Shape, dict[str, float]] = {}
-        self._programmed: dict[Shape, set[str]] = {}
+        self._programmed: dict[Shape, int] = {}  # levels of next_program_bound
         self._leasts: dict[Inside, Mapping[str, Least]] = {}
         self._heavy: dict[Inside, Mapping[str, float]] = {}
         self._exchanged: dict[tuple[Inside, Axes], Mapping[str, Exchanges]] = {}
@@ -191,35 +192,40 @@ class ShapeBounds:
         return _sum(self._sent[shape.inside], counts)
 
     def operator_bound(self, shape: Shape) -> float:
-        return min(self._bound(shape, self.least(shape), surely_held).values())
+        return self._bound(shape, self.least(shape), surely_held, self._widest(shape))
 
     def order_bound(self, shape: Shape) -> float:
-        return min(self.by_recompute(shape).values())
+        return self.by_recompute(shape)[self._widest(shape)]
 
     def program_bound(self, shape: Shape) -> float:
-        """The least of all ways of recomputing."""
+        """The bound from all programs."""
         is_done = False
         while not is_done:
             bound_s, is_done = self.next_program_bound(shape)
         return bound_s
 
     def next_program_bound(self, shape: Shape) -> tuple[float, bool]:
-        """The bound once one more way of recomputing is bounded by integer programs, that which bounds the shape; and whether it was already. Ways that mix
-        are bounded from the programs of blocks that are not recomputed, before all others are solved."""
-        known, done = self.by_recompute(shape), self._programmed.setdefault(shape, set())
-        least = min(known, key=lambda recompute: known[recompute])
-        own = f"{least}, own price"
-        if own in done or known[least] == float("inf"):
-            return known[least], True
-        solving = "none" if least == MIXED and "none" not in done else least if least not in done else own
-        done.add(solving)
-        if solving == own:
-            known[least] = max(known[least], self._own_bound(shape, least))
-            return min(known.values()), False
-        solved = (self.solved(shape, boundary, solving) for boundary in self.boundaries(shape))
-        found = (self._bound(shape, blocks, least_held, least)[least] for blocks in solved if blocks is not None)
-        known[least] = max(known[least], min(found, default=float("inf")))
-        return min(known.values()), False
+        """The bound once more integer programs are solved, and whether all were already: those of blocks that are not recomputed, then of all ways, then at
+        the shape's own price."""
+        known, way = self.by_recompute(shape), self._widest(shape)
+        levels = ("none", MIXED, _OWN) if way == MIXED else (way, _OWN)
+        done = self._programmed.get(shape, 0)
+        if done == len(levels) or known[way] == float("inf"):
+            return known[way], True
+        self._programmed[shape] = done + 1
+        if levels[done] == _OWN:
+            bound_s = self._own_bound(shape, way)
+        else:
+            solved = (self.solved(shape, boundary, levels[done]) for boundary in self.boundaries(shape))
+            bound_s = min((self._bound(shape, blocks, least_held, way) for blocks in solved if blocks is not None), default=float("inf"))
+        for each in known:
+            known[each] = max(known[each], bound_s)
+        return known[way], False
+
+    def _widest(self, shape: Shape) -> str:
+        """The way of recomputing of which the others of a shape are cases."""
+        ways = [storing.recompute for storing in self.storings(shape)]
+        return MIXED if MIXED in ways else ways[0]
 
     def _own_bound(self, shape: Shape, recompute: str) -> float:
         """What all ranks do together, at the price of the shape's own number of micro-batches where they are few: what is paid once a step weighs more then."""
@@ -248,7 +254,8 @@ class ShapeBounds:
     def by_recompute(self, shape: Shape) -> dict[str, float]:
         """Way of recomputing -> the tightest bound that is known of its plans."""
         if shape not in self._by_recompute:
-            self._by_recompute[shape] = self._bound(shape, self.least(shape), least_held)
+            bound_s = self._bound(shape, self.least(shape), least_held, self._widest(shape))
+            self._by_recompute[shape] = {storing.recompute: bound_s for storing in self.storings(shape)}
         return self._by_recompute[shape]
 
     def solved(self, shape: Shape, boundary: Boundary, recompute: str) -> Mapping[str, Least] | None:
@@ -290,18 +297,19 @@ class ShapeBounds:
             found.append((max(again_s, least_s - price_s * kept), kept))
         return hull((*found, corners[-1]))
 
-    def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts, only: str | None = None) -> dict[str, float]:
-        """Way of recomputing -> the least of its ways of storing, that which is `only` asked for. Where the bound does not count on what memory allows,
-        one that may fit bounds those that it dominates."""
+    def _bound(self, shape: Shape, blocks: Mapping[str, Least], counts: Counts, recompute: str) -> float:
+        """The least of the ways of storing that recompute so. Where the bound does not count on what memory allows, one that may fit bounds those that it
+        dominates."""
         found: dict[Storing, float] = {}
-        least: dict[str, float] = {}
-        for storing in sorted((s for s in self.storings(shape) if only in (None, s.recompute)), key=lambda s: s.order):
-            better = [known for other, known in found.items() if dominates(other, storing)] if is_in_parts(shape) else []
-            bound_s = max(better) if better else self.least_step_s(blocks, shape, storing, counts)
-            if bound_s < float("inf") and not better:
+        least_s = float("inf")
+        for storing in sorted((s for s in self.storings(shape) if s.recompute == recompute), key=lambda s: s.order):
+            if is_in_parts(shape) and any(dominates(other, storing) for other in found):
+                continue
+            bound_s = self.least_step_s(blocks, shape, storing, counts)
+            least_s = min(least_s, bound_s)
+            if bound_s < float("inf"):
                 found[storing] = bound_s
-            least[storing.recompute] = min(least.get(storing.recompute, float("inf")), bound_s)
-        return least
+        return least_s
 
     def least_step_s(self, blocks: Mapping[str, Least], shape: Shape, storing: Storing, counts: Counts = least_held) -> float:
         """Given stages need not be a chain: then only the work itself, divided evenly, bounds the step."""
