@@ -93,7 +93,7 @@ def test_more_ranks_than_images_divide_the_images():
     plan = autoplan.find_plan(model, batch, cluster="h100-sxm-80gb:1x8", constraints=autoplan.Constraints(pp=1), precision="bf16")
     assert plan.degree("tp") >= 4, "two images keep two ranks busy at most"
     splits = [label for block in plan.blocks for label in block.splits.values()]
-    assert sum(label.startswith("x") for label in splits) > len(plan.blocks)
+    assert sum(label.startswith("x") for label in splits) >= len(plan.blocks)
     assert any(use.kind == "send" and use.axis == "tp" for use in plan.collectives)
 
 
