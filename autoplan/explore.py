@@ -32,6 +32,7 @@ from autoplan.workout import ENOUGH, WorkOut
 
 _NUM_MESHES = 5  # worked out at least, where there are as many
 _MANY_SHAPES = 1000
+_FAR_BETTER = 0.9  # times of the best plan, below which a usual shape may be before it is its turn
 _RUNNER_UP = 2.0  # times of the best, beyond which a plan of another mesh is not looked for
 
 
@@ -67,6 +68,8 @@ class Searcher:
             heapq.heappush(heap, (is_in_parts(shape), outcome.bounds[shape], 0, shape))
         best_s = float("inf")
         for shape in self._usual(outcome.space.shapes):
+            if outcome.fitting and self.shapes.operator_bound(shape) >= _FAR_BETTER * best_s:
+                continue  # a first plan is there, and this one waits for its turn
             outcome.worked_out.add(shape)
             best_s = self._add(outcome, shape, best_s)
             if outcome.fitting:

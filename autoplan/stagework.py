@@ -8,7 +8,7 @@ of its products and does not repeat them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -366,6 +366,6 @@ def _held_counts(step: Step) -> list[list[tuple[int, int]]]:
     return [list(counts) for counts in found]
 
 
-def _spans(values: list[int]) -> np.ndarray:
+def _spans(values: Sequence[float]) -> np.ndarray:
     ends = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
     return ends[None, :] - ends[:, None]

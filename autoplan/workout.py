@@ -67,7 +67,7 @@ class WorkOut:
 
     def plans(self, shape: Shape, best_s: float = float("inf"), *, is_squeezed: bool = True) -> tuple[list[Result], float]:
         """Plans of a shape, and a lower bound of all its plans that take less than `best_s` (else `best_s`).
-        `is_squeezed`: what does not fit is made to."""
+        `is_squeezed`: what does not fit is made to; else the first plan that fits is enough."""
         chooser, price = self.shapes.chooser(shape), self.shapes.price(shape)
         found = _Found(best_s)
         every: dict[Boundary, tuple[Chosen, ...]] = {}
@@ -82,6 +82,9 @@ class WorkOut:
                     found.least_s = min(found.least_s, bound_s)
                     continue
                 if any(_stands_for(r, storing, boundary) for r in found.results):
+                    continue
+                if not is_squeezed and any(r.fits for r in found.results):
+                    found.least_s = min(found.least_s, bound_s)
                     continue
                 place = Place(chooser, boundary, price, self.shapes.step(shape, storing), recompute, blocks)
                 if not some and self.shapes.task.stages is None and found.fastest_s < float("inf") and recompute != MIXED:
@@ -103,21 +106,25 @@ class WorkOut:
 
                 first = len(found.results)
                 if recompute == MIXED:
-                    found.results += [cut(one) for one in chosen]
-                    best = min(found.results[first:], key=lambda r: (not r.fits, r.order))
-                    states = self.shapes.bounds.room.state_bytes(place.step) / self.shapes.bounds.room.width_at_rest
-                    leaner = raising.leaner(work(best.chosen), best, price, states)
-                    found.results += [cut(chooser.choose_near(best.chosen, lean, way)) for way, lean in leaner]
+                    found.results.extend(self._mixed(place, chosen, work, cut))
                 else:
                     bound_s = self._fill(found, place, chosen[0], cut, bound_s, is_squeezed=is_squeezed, some=some)
                 way = "none" if recompute == MIXED else recompute
                 for fitting in [r for r in found.results[first:] if r.fits and r.step_s < found.fastest_s * _NEAR]:
-                    found.results += [cut(chooser.choose_near(fitting.chosen, other, way)) for other in squeeze.exposing(fitting, price, self._counts)]
+                    found.results.extend([cut(chooser.choose_near(fitting.chosen, other, way)) for other in squeeze.exposing(fitting, price, self._counts)])
                 if boundary not in every:
                     every[boundary] = every_choice(chooser, boundary, price)
-                found.results += [cut(one) for one in every[boundary]]
+                found.results.extend(cut(one) for one in every[boundary])
                 found.least_s = min(found.least_s, bound_s)
         return found.results, min(found.least_s, found.fastest_s)
+
+    def _mixed(self, place: Place, chosen: list[Chosen], work: Callable[[Chosen], Work], cut: Callable[[Chosen], Result]) -> list[Result]:
+        """Plans of these choices that mix ways of recomputing, and of choices near the best one's that keep less."""
+        results = [cut(one) for one in chosen]
+        best = min(results, key=lambda r: (not r.fits, r.order))
+        states = self.shapes.bounds.room.state_bytes(place.step) / self.shapes.bounds.room.width_at_rest
+        leaner = raising.leaner(work(best.chosen), best, place.price, states)
+        return [*results, *(cut(place.chooser.choose_near(best.chosen, lean, way)) for way, lean in leaner)]
 
     @property
     def _counts(self) -> Mapping[str, int]:
@@ -149,7 +156,7 @@ class WorkOut:
                 result = cut(lean)
                 found.results.append(result)
         if not result.fits and bound_s < enough_s and is_squeezed:
-            found.results += squeeze.plans(place, self.shapes.bounds, result, cut)
+            found.results.extend(squeeze.plans(place, self.shapes.bounds, result, cut))
         return bound_s
 
     def _cut(self, shape: Shape, storing: Storing, work: Work, best_s: float) -> Result:
