@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 
@@ -54,8 +54,11 @@ def _crossing(ops: Sequence[Op], position: int, outputs: Sequence[str]) -> tuple
     return tuple(dict.fromkeys(name for name in later if name in made))
 
 
-def partition(values: Mapping[str, Value], ops: tuple[Op, ...], exported: Sequence[str] = ()) -> tuple[tuple[Op, ...], tuple[Block, ...]]:
-    """(the operators in block order, the blocks). `exported` values are used after the graph: its loss, outputs and buffer updates."""
+def partition(
+    values: Mapping[str, Value], ops: tuple[Op, ...], exported: Sequence[str] = (), updates: Sequence[tuple[str, str]] = ()
+) -> tuple[tuple[Op, ...], tuple[Block, ...]]:
+    """(the operators in block order, the blocks). `exported` values are used after the graph: its loss, outputs and buffer updates. `updates`: (buffer,
+    the value that it gets); all that reads such a buffer and makes its value is in one block, because a stage keeps what it updates to itself."""
     items = _items(ops)
     if items:
         names, levels = _levels(values, ops, items)
@@ -73,7 +76,22 @@ def partition(values: Mapping[str, Value], ops: tuple[Op, ...], exported: Sequen
             start, stop = where[0], where[-1] + 1
             layer = name in items.values() and containers[_container(name)] > 1
             blocks.append(Block(name, start, stop, pattern(values, ops[start:stop], stop, users, exported), layer))
-    return ops, tuple(blocks)
+    whole = _joined(ops, blocks, updates)
+    if whole == blocks:
+        return ops, tuple(blocks)
+    return ops, tuple(replace(b, pattern=pattern(values, ops[b.start : b.stop], b.stop, users, exported)) for b in whole)
+
+
+def _joined(ops: Sequence[Op], blocks: list[Block], updates: Sequence[tuple[str, str]]) -> list[Block]:
+    """The blocks, those from the first to the last use of an updated buffer as one."""
+    found = list(blocks)
+    for buffer, value in updates:
+        uses = [i for i, op in enumerate(ops) if buffer in op.operands or value in op.outputs]
+        own = [n for n, block in enumerate(found) if any(block.start <= i < block.stop for i in uses)]
+        if len(own) > 1:
+            first, last = found[own[0]], found[own[-1]]
+            found[own[0] : own[-1] + 1] = [Block(first.name, first.start, last.stop, "", False)]
+    return found
 
 
 def _container(item: str) -> str:

@@ -268,8 +268,7 @@ class Chooser:
         """The best choice of every pattern; None where the boundary cannot be had."""
         found: dict[str, Solution] = {}
         for pattern in self.outline.examples:
-            solution = self._answer(pattern, boundary, price, recompute)
-            if solution is None:
+            if (solution := self._answer(pattern, boundary, price, recompute)) is None:
                 return None
             found[pattern] = self._plain(pattern, boundary, recompute, solution)
         return Chosen(boundary, found)

@@ -324,7 +324,7 @@ def build(name: str, trace: Trace, has_loss: bool, training: bool, notes: tuple[
     loss, outputs = (trace.outputs[0], trace.outputs[1:]) if has_loss else (None, trace.outputs)
     keep = tuple(dict.fromkeys(outputs))
     exported = (*trace.outputs, *(value for _, value in trace.buffer_updates))
-    ops, blocks = partition(values, ops, exported)
+    ops, blocks = partition(values, ops, exported, trace.buffer_updates)
     batch_inputs = tuple(v.name for v in values.values() if v.kind == "input")
     values, ops, sizes, batch_factor = annotate(values, ops, batch_inputs)
     if notes:

@@ -43,6 +43,7 @@ def lower(
     if plan.sync == "async" and not outputs:
         return _worker(plan, graph, rows, data_rank)
     graph = arranged(graph, plan)
+    _check_buffers(plan, graph)
     sides = _sides(plan, graph, rows, data_rank, outputs)
     stage_ranks = tuple(stage.rank for stage in plan.stages)
     side_of = [sides[rank if plan.stage_meshes else 0] for rank in range(plan.degree("pp"))]
@@ -79,6 +80,20 @@ def lower(
     for program in programs if len(workers_of(plan)) < plan.degree("dp") else ():
         check_serving(program)
     return tuple(programs)
+
+
+def _check_buffers(plan: Plan, graph: Graph) -> None:
+    """Raises UsageError where a buffer that the step updates is used on several stages, of which one alone would have its new value."""
+    stage_of = {number: s for s, stage in enumerate(plan.stages) for number in range(stage.start, stage.stop)}
+    block_of = {i: number for number, block in enumerate(graph.blocks) for i in range(block.start, block.stop)}
+    for buffer, value in graph.buffer_updates:
+        uses = [*graph.consumers.get(buffer, ()), *([graph.producer[value]] if value in graph.producer else [])]
+        stages = sorted({stage_of[block_of[i]] for i in uses})
+        if len(stages) > 1:
+            name = graph.values[buffer].fqn or buffer
+            raise UsageError(
+                f"buffer {name} is updated by every step and used on stages {', '.join(map(str, stages))}: keep all that uses it on one stage, or use one stage"
+            )
 
 
 @dataclass(frozen=True)
