@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,14 @@ import torch
 from torch import nn
 
 from autoplan.blocks import cut_points
+from autoplan.errors import UsageError
 from autoplan.frontend import capture
 from autoplan.graph import Graph
+from autoplan.lower import lower
+from autoplan.plan import StagePlan
+from tests.hard import _seeded, _tokens
+from tests.hardest import Steps
+from tests.plans import manual_plan
 from tests.zoo import ROWS, ZOO, gpt2, llama
 
 torch.set_num_threads(1)
@@ -130,3 +137,21 @@ def test_patterns_do_not_depend_on_names_or_random_streams() -> None:
     first, second, third = (b.pattern for b in graph.blocks if b.layer)
     assert second == third
     assert first != second, "what the first layer reads needs no gradient"
+
+
+def test_all_that_uses_a_buffer_which_steps_update_is_one_block() -> None:
+    """A stage keeps what it updates to itself, so that no cut parts it; by hand it is refused."""
+    model, batch = _seeded(Steps), _tokens()
+    graph = capture(model, batch)
+    where = {i for i, op in enumerate(graph.ops) if graph.buffer_updates[0][0] in op.operands or graph.buffer_updates[0][1] in op.outputs}
+    assert len(where) > 1
+    assert len([b for b in graph.blocks if where & set(range(b.start, b.stop))]) == 1
+    start = min(where) + 1
+    joined = next(b for b in graph.blocks if b.start < start < b.stop)
+    parts = (replace(joined, stop=start), replace(joined, name="rest", start=start, pattern="rest"))
+    parted = replace(graph, blocks=tuple(part for b in graph.blocks for part in (parts if b is joined else (b,))))
+    plan = manual_plan(parted)
+    number = parted.blocks.index(parts[1])
+    stages = (StagePlan(0, number, "prologue", joined.name, 0), StagePlan(number, len(parted.blocks), "rest", "epilogue", 1))
+    with pytest.raises(UsageError, match="buffer count is updated by every step and used on stages 0, 1"):
+        lower(replace(plan, axes=(("pp", 2), ("dp", 1), ("tp", 1)), stages=stages), parted)
