@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.forecast import Memory
 from autoplan.holding import Moment, Sizes, fullest, moments
+from autoplan.mixing import hull
 from autoplan.outcome import Result
 from autoplan.problem import Price
 from autoplan.rankmemory import by_rank, memories
@@ -48,13 +49,14 @@ class _Stage:
 def ladder(work: Work, pattern: str, *, is_hull: bool = True) -> tuple[BlockLoad, ...]:
     """A block of a pattern in every way worth taking, from none on: `is_hull`, on the lower hull of seconds run again over bytes kept."""
     ways = [work.load(pattern, way) for way in RECOMPUTES] if work.outline.is_recomputed(pattern) else [work.load(pattern, "none")]
+    if is_hull:
+        corners = hull(tuple((load.again.seconds, float(load.saved_bytes)) for load in ways))
+        by_corner = {(load.again.seconds, float(load.saved_bytes)): load for load in reversed(ways)}
+        return tuple(by_corner[corner] for corner in corners)
     found: list[BlockLoad] = []
     for load in ways:
-        if found and load.saved_bytes >= found[-1].saved_bytes:
-            continue  # more time for nothing
-        while is_hull and len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-2], load):
-            found.pop()
-        found.append(load)
+        if not found or load.saved_bytes < found[-1].saved_bytes:  # else more time for nothing
+            found.append(load)
     return tuple(found)
 
 

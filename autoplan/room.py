@@ -184,7 +184,9 @@ class Room:
             there[rank] = there.get(rank, 0.0) + elements if pattern in self.unshared else max(there.get(rank, 0.0), elements)
         for rank, elements in there.items():
             room[rank] -= elements * self.state_bytes(step)
-        if step.zero == 3 and step.shards > 1 and not step.is_split:  # a unit of the stage's, gathered; these have a main block or need no room for one
+        if (
+            step.zero == 3 and step.shards > 1 and not step.is_split and name in self.unshared
+        ):  # a unit of the stage's, gathered; these have a main block or need no room for one
             room -= self.width.parameter * main.num_elements
         return states, np.maximum(room, 0.0)
 

@@ -85,6 +85,10 @@ def _decoder(model: str, **changes: Any) -> Architecture:
     return Architecture("words", model, _DECODER | changes)
 
 
+_LATENT: dict[str, Any] = dict(  # of DeepSeek: attention through a smaller space, and experts
+    kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+    first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40,
+)  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     # decoder-only
     "llama (GQA)": _decoder("LlamaForCausalLM"),
@@ -113,42 +117,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-bigcode (MQA)": Architecture("words", "GPTBigCodeForCausalLM", _GPT),
     "gpt-j": Architecture("words", "GPTJForCausalLM", _GPT | dict(rotary_dim=4)),
     "codegen": Architecture("words", "CodeGenForCausalLM", _GPT | dict(rotary_dim=4)),
-    "deepseek-v3 (MLA, experts)": _decoder(
-        "DeepseekV3ForCausalLM",
-        q_lora_rank=12,
-        kv_lora_rank=12,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=40,
-        num_key_value_heads=4,
-    ),
+    "deepseek-v3 (MLA, experts)": _decoder("DeepseekV3ForCausalLM", q_lora_rank=12, n_group=1, topk_group=1, **_LATENT),
     "mixtral (experts)": Architecture("words", "MixtralForCausalLM", _EXPERTS),
     "qwen3-moe (experts)": Architecture("words", "Qwen3MoeForCausalLM", _EXPERTS | dict(head_dim=8)),
     "olmoe (experts)": Architecture("words", "OlmoeForCausalLM", _EXPERTS),
     "mamba (state space)": Architecture(
         "words", "MambaForCausalLM", dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, state_size=4, use_cache=False)
     ),
-    "deepseek-v2 (MLA, experts)": _decoder(
-        "DeepseekV2ForCausalLM",
-        q_lora_rank=None,
-        kv_lora_rank=12,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        topk_method="greedy",
-        moe_intermediate_size=40,
-        num_key_value_heads=4,
-    ),
+    "deepseek-v2 (MLA, experts)": _decoder("DeepseekV2ForCausalLM", q_lora_rank=None, n_shared_experts=1, topk_method="greedy", **_LATENT),
     "mamba2 (state space)": Architecture(
         "words",
         "Mamba2ForCausalLM",

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoplan.plan import Plan
+from autoplan.plan import Plan, ways_by_pattern
+from autoplan.space import RECOMPUTES
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Degrees:
 
     @classmethod
     def of(cls, plan: Plan) -> Degrees | None:
-        """None where the formulas cannot say it."""
+        """None where the formulas cannot say it. They know one way of recomputing: of several, the one that runs most again."""
         if plan.degree("cp") > 1 or plan.degree("ep") > 1 or sum(size > 1 for name, size in plan.axes if name not in ("pp", "dp")) > 1:
             return None
         layers = max(plan.blocks, key=lambda block: len(block.blocks))
@@ -125,7 +126,7 @@ class Degrees:
         chunks = 1 if plan.schedule in ("1f1b", "gpipe", "zb") else plan.num_chunks
         return cls(
             plan.degree("tp"), plan.degree("pp"), plan.degree("dp"), plan.micro_batch_size, plan.num_micro_batches, chunks, plan.zero,
-            layers.recompute, divided,
+            max(ways_by_pattern(plan)[layers.pattern], key=RECOMPUTES.index), divided,
         )  # fmt: skip
 
 

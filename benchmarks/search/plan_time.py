@@ -20,6 +20,7 @@ from autoplan import capture
 from autoplan.api import load_cluster
 from autoplan.constraints import Constraints
 from autoplan.modelsource import BatchSizes, Source, from_config, load
+from autoplan.plan import recomputed
 from autoplan.search import search
 from costmodel.analytic import AnalyticPrices
 
@@ -78,7 +79,7 @@ def measure(case: str, time_limit_s: float | None = None) -> dict[str, Any]:
         "capture_wall_s": round(wall1 - wall0, 2),
         "search_wall_s": round(wall2 - wall1, 2),
         "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "plan": dict(plan.axes) | {"zero": plan.zero, "micro_batch_size": plan.micro_batch_size, "recompute": sorted({b.recompute for b in plan.blocks})},
+        "plan": dict(plan.axes) | {"zero": plan.zero, "micro_batch_size": plan.micro_batch_size, "recompute": sorted(set(recomputed(plan)))},
         "step_time_s": plan.forecast.step_time_s,
         "gap": plan.gap,
     }
