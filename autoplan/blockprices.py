@@ -6,7 +6,7 @@ shared by all problems of the block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoplan.batchaxis import needs_exchange
@@ -16,7 +16,7 @@ from autoplan.gridprices import scheme_options, sent_inside, sent_s, weight_part
 from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split, conversion
 from autoplan.load import BUCKET_BYTES
 from autoplan.price import LocalGraph, bytes_of, itemsize
-from autoplan.problem import BlockProblem, Choice, Item, Move, Use, Weight
+from autoplan.problem import BlockProblem, Choice, Item, Kept, Move, Use, Weight
 from autoplan.schemes import LINES
 from costmodel.opkey import CollectiveKind, RankGroup
 from runtime.instr import Instr
@@ -142,7 +142,8 @@ class BlockPricer:
                     given[operand] = WHOLE
                 elif operand in sources:
                     given[operand] = sources[operand]
-        return BlockProblem(name, self.local.degree, items, given, wanted, weights, self._all_moves(items, given, weights, wanted), saved_bytes)
+        moves, sums = self._all_moves(items, given, weights, wanted), {name: self.local.num_bytes(name) for name in _kept_sums(items)}
+        return BlockProblem(name, self.local.degree, items, given, wanted, weights, moves, saved_bytes, sums)
 
     def _all_moves(
         self, items: tuple[Item, ...], sources: Mapping[str, Layout], weights: Mapping[str, Weight], wanted: tuple[tuple[str, Layout], ...]
@@ -191,6 +192,16 @@ def _without_repeated_work(items: list[Item]) -> list[Item]:
     return found
 
 
+def _kept_sums(items: tuple[Item, ...]) -> Iterator[str]:
+    """Results of products that are kept and may lie PARTIAL, of which selective recomputation keeps the sums."""
+    for item in items:
+        for position, name in enumerate(item.outputs):
+            partial = [any(name == kept for kept, _ in choice.kept.results) for choice in item.choices if choice.option.writes[position] == PARTIAL]
+            if any(partial):
+                assert all(partial), f"{item.name}: whether {name} is kept depends on how it is divided"
+                yield name
+
+
 def _lowered(local: LocalGraph, index: int, option: Option) -> Instr:
     """The operator as the function that runs it: one that exchanges inside is another one."""
     instr, loop = local.graph.ops[index].instr, local.loop(index, option)
@@ -219,10 +230,10 @@ def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, s
         saved[root, isinstance(layout, Split)] = None
     share = local.share(index, option)
     stored = [name for name in operands if local.graph.values[name].kind in ("parameter", "buffer", "constant")]
-    kept: tuple[tuple[str, int], ...] = ()
+    kept = Kept()
     runs = _lowered(local, index, option)
     if is_kept(runs, stored):
-        kept = tuple((name, _own_bytes(local, name, layout)) for name, layout in zip(outputs, option.writes, strict=True))
+        kept = Kept(tuple((name, _own_bytes(local, name, layout)) for name, layout in zip(outputs, option.writes, strict=True)), forward_s, op.flops // share)
     weights_s, put_off = 0.0, ()
     if puts_off(runs, stored) and all(local.graph.values[name].requires_grad for name in operands[:2]):
         root = roots.get(operands[0], operands[0])

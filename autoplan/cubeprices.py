@@ -7,7 +7,7 @@ Where a pattern repeats, its second block is priced: it is entered as all the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -16,15 +16,17 @@ from autoplan.cube import cube_splits
 from autoplan.forecast import Forecast
 from autoplan.graph import Graph, Option
 from autoplan.layout import WHOLE, Layout, Split
+from autoplan.load import Traffic
 from autoplan.lower import lower
 from autoplan.plan import BlockPlan, Plan, StagePlan
 from autoplan.price import LocalGraph, Pricer, axis_group, bytes_of
-from autoplan.problem import BlockProblem, Choice, Item, Use, Weight
+from autoplan.problem import BlockProblem, Choice, Item, Kept, Use, Weight
 from autoplan.reading import Reader, Tally, local_shape
 from autoplan.schemes import Axes, feature_axes, row_unit
 from costmodel.opkey import CollectiveKind, OpKey
 from runtime.call import dtype_of
 from runtime.program import Program, StageCode
+from runtime.selective import keeps
 
 _NO_FORECAST = Forecast(0.0, 0, 0.0, 0.0, 0.0, 1.0, (), (), (), "analytic")
 _Priced = tuple[tuple[Item, ...], Mapping[str, int], Mapping[str, Weight]]  # operators, bytes of what they save, parameters
@@ -175,25 +177,26 @@ class CubePricer:
         tallies = {index: Tally() for index in theirs}
         order = {out: index for index in theirs for out in graph.ops[index].outputs}
         for code in body.blocks:
-            waiting = []
+            found, waiting = keeps(code), []
             for instr in code.instrs:
                 waiting.append(instr)
                 index = next((order[out.name] for out in instr.outputs if out.name in order), None)
                 if index is not None:
-                    reader.into(tallies[index], replace(code, instrs=tuple(waiting)))
+                    reader.into(tallies[index], replace(code, instrs=tuple(waiting)), found)
                     waiting = []
-            reader.into(tallies[theirs[-1]], replace(code, instrs=tuple(waiting)))
+            reader.into(tallies[theirs[-1]], replace(code, instrs=tuple(waiting)), found)
         labels = self._splits.get(graph.blocks[number].pattern, {})
         items, saved_bytes = [], {}
         deferred = self._deferred(stage)
         for index, their in zip(mine, theirs, strict=True):
             op, tally = graph.ops[index], tallies[their]
             saved_bytes |= tally.saved
-            uses = [Use(t.kind, t.phase, t.num_bytes, t.axis) for t in tally.traffic] + (deferred if index == mine[0] else [])  # type: ignore[arg-type]
+            uses = [*_uses(tally.traffic), *(deferred if index == mine[0] else ())]
+            kept = Kept(tuple(tally.kept.items()), tally.kept_s + tally.kept_moved_s, tally.kept_flops, tuple(_uses(tally.kept_traffic)))
             whole = Option(labels.get(op.name, "whole"), (WHOLE,) * len(op.operands), (WHOLE,) * len(op.outputs))
             choice = Choice(
                 whole, tally.forward_s + tally.forward_moved_s, tally.backward_s + tally.backward_moved_s, tuple((root, False) for root in tally.saved),
-                tally.extra_bytes, tally.forward_flops, tuple(uses), tally.weights_s, tuple(tally.put_off.items()), tuple(tally.kept.items()),
+                tally.extra_bytes, tally.forward_flops, tuple(uses), tally.weights_s, tuple(tally.put_off.items()), kept,
             )  # fmt: skip
             items.append(Item(op.name, op.operands, op.outputs, (choice,)))
         return tuple(items), saved_bytes, self._weights(mine, theirs, stage)
@@ -215,3 +218,7 @@ class CubePricer:
                     shape, value = local_shape(stored[like], degrees), graph.values[name]
                     found[name] = Weight(name, bytes_of(shape, value.spec.dtype), math.prod(shape), None, value.requires_grad, 0.0)
         return found
+
+
+def _uses(traffic: Iterable[Traffic]) -> list[Use]:
+    return [Use(t.kind, t.phase, t.num_bytes, t.axis) for t in traffic]  # type: ignore[arg-type]

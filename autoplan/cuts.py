@@ -100,6 +100,31 @@ def dealt_cuts(num_before: int, num_units: int, num_after: int, num_ranks: int, 
     return tuple(found)
 
 
+def shifted_cuts(cuts: Sequence[int], seconds: Sequence[float], stage_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Cuts with one block less on a stage of the busiest rank and one more on a stage of the idlest, where a rank has several stages: those under which the
+    busiest rank of all has less to do, the stages most alike first, then those with the block on a late stage, which holds few micro-batches."""
+    ends = np.concatenate([[0.0], np.cumsum(seconds)])
+    ranks, num_ranks = np.asarray(stage_ranks), max(stage_ranks) + 1
+
+    def loads(at: Sequence[int]) -> np.ndarray:
+        return np.diff(ends[np.asarray(at)])
+
+    def busy_s(at: Sequence[int]) -> np.ndarray:
+        return np.bincount(ranks, weights=loads(at), minlength=num_ranks)
+
+    before = busy_s(cuts)
+    limit_s = float(before.max()) * (1 - _ROUNDING)
+    giving, taking = (np.flatnonzero(ranks == rank).tolist() for rank in (int(before.argmax()), int(before.argmin())))
+    found: dict[tuple[int, ...], tuple[float, int]] = {}
+    for giver, taker in itertools.product(giving, taking):
+        step = 1 if giver < taker else -1  # a later taker begins earlier: the boundaries between move towards the giver
+        moved = tuple(c - step if min(giver, taker) < i <= max(giver, taker) else c for i, c in enumerate(cuts))
+        if all(a < b for a, b in itertools.pairwise(moved)) and busy_s(moved).max() < limit_s:
+            own = loads(moved)
+            found[moved] = (round(float(own @ own) / float(own.sum()) ** 2, 9), -taker)
+    return tuple(sorted(found, key=lambda moved: (found[moved], moved)))
+
+
 def layer_cuts(is_layer: Sequence[bool], layers: Sequence[int]) -> tuple[int, ...]:
     """Cuts that give each stage the stated number of layers. Blocks that are no layer stay with the layer before them,
     those before the first layer with the first stage.

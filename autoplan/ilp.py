@@ -7,7 +7,7 @@
     continuous y[v,s,d]   value v, lying as s, is converted to d
                r[w,s]     parameter w rests split as s
                a[w]       some read of w is VARY;  z[w]: some is and some is not
-               k[v,b]     v is kept for the backward pass whole (b=0) or divided (b=1)
+               k[v,b]     v is kept for the backward pass whole (b=0) or divided (b=1); its sum, if recomputation keeps that
 
     sum_k x[o,k] = 1
     S[v,s] = sum of x[o,k] over the options of v's producer that write s (1 for the fixed layout of a value from outside)
@@ -15,7 +15,8 @@
     R_c[v,d] <= sum over s of y[v,s,d],  y[v,s,d] <= S[v,s]           for every reader c; s only where a conversion exists
     r[w,s] <= R_c[w,s];  sum_s r[w,s] <= 1;  rest fixed as s: R_c[w,s] = 1
     R_c[w,PARTIAL] = 0;  R_c[w,s] <= y[w,WHOLE,s] + r[w,s];   R_c[w,VARY] <= a[w];   R_c[w,VARY] - R_c'[w,VARY] <= z[w]
-    x[o,k] <= k[v,b]  summed over the options k of o that keep v as b
+    x[o,k] <= k[v,b]  summed over the options k of o that keep v as b;  y[v,PARTIAL,d] <= k[v,b] of a sum that is kept, d as b;
+                      R_c[v,PARTIAL] <= k[v,PARTIAL]
     parameter_factor * P + saved_factor * A <= limit                  for every budget
 
 Given x, every continuous variable takes its smallest feasible value, so the optimum is that of problem.evaluate.
@@ -206,7 +207,9 @@ def _formulate(problem: BlockProblem, price: Price, budgets: tuple[Budget, ...])
         if name in problem.weights:
             parameters = parameters.plus(_weight_rows(model, problem, name, found, m))
         else:
-            _value_rows(model, problem, name, lies[name], found, m)
+            sums = _value_rows(model, problem, name, lies[name], found, m)
+            for layout, shares in sums.items():
+                saved = saved.plus(_largest(model, shares), problem.sum_bytes(name, layout))
     for (root, divided), expressions in kept.items():
         num_bytes = problem.saved_bytes[root] // (problem.degree if divided else 1)
         saved = saved.plus(_largest(model, expressions), num_bytes)
@@ -243,20 +246,29 @@ def _largest(model: _Model, expressions: list[_Expr]) -> _Expr:
     return top
 
 
-def _value_rows(model: _Model, problem: BlockProblem, name: str, lies: Mapping[Layout, _Expr], readers: list[_Reader], m: int) -> None:
-    for dst in dict.fromkeys(layout for reader in readers for layout in reader.reads):
+def _value_rows(model: _Model, problem: BlockProblem, name: str, lies: Mapping[Layout, _Expr], readers: list[_Reader], m: int) -> Mapping[Layout, list[_Expr]]:
+    """Rows of one value; returns what says whether its sum is kept, by a layout that stands for all of its size."""
+    sums: dict[Layout, list[_Expr]] = {}
+    layouts = list(dict.fromkeys(layout for reader in readers for layout in reader.reads))
+    divided = next((layout for layout in layouts if isinstance(layout, Split)), WHOLE)
+    for dst in layouts:
         supply = _Expr()
         for src, share in lies.items():
             move = problem.moves.get((name, src, dst))
-            if src == dst or (move is not None and move.seconds == 0.0):
-                supply = supply.plus(share)
-            elif move is not None:
+            if src != dst and move is not None and (move.seconds > 0.0 or move.kept_bytes):
                 y = model.column(m * move.seconds)
                 model.at_most_zero(y.plus(share, -1.0))
                 supply = supply.plus(y)
+                if move.kept_bytes:
+                    sums.setdefault(divided if isinstance(dst, Split) else WHOLE, []).append(y)
+            elif src == dst or move is not None:
+                supply = supply.plus(share)
         for reader in readers:
             if dst in reader.reads:
                 model.at_most_zero(reader.reads[dst].plus(supply, -1.0))
+    if problem.keeps_sums and name in problem.sums and PARTIAL in layouts:
+        sums[PARTIAL] = [reader.reads[PARTIAL] for reader in readers if PARTIAL in reader.reads]
+    return sums
 
 
 def _weight_rows(model: _Model, problem: BlockProblem, name: str, readers: list[_Reader], m: int) -> _Expr:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autoplan.choose import Boundary, Chooser
 from autoplan.gridprices import weight_parts
 from autoplan.layout import Split
-from autoplan.problem import Item
+from autoplan.problem import Choice, Item
 from autoplan.space import MIXED, RECOMPUTES
 
 
@@ -84,13 +84,18 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...], sent: Mappi
             _saved(items, saved_bytes, local.degree),
             min(entering, default=0),
             sum(max(choice.weights_s for choice in item.choices) for item in items),
-            sum(min(0.0 if choice.kept else choice.forward_s for choice in item.choices) for item in items),
-            sum(min(sum(size for _, size in choice.kept) for choice in item.choices) for item in items),
-            _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept)),
+            sum(min(choice.forward_s - choice.kept.seconds for choice in item.choices) for item in items),
+            sum(min(_kept_bytes(item, choice, local.degree) for choice in item.choices) for item in items),
+            _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept.results)),
             leaving.get(pattern, 0),
             sum(min(choice.forward_s for choice in item.choices) for item in items),
         )
     return found
+
+
+def _kept_bytes(item: Item, choice: Choice, degree: int) -> int:
+    """Bytes that selective recomputation keeps of an operator, at least: of a sum, those of one that is divided."""
+    return sum(size // (degree if choice.writes_sum(name, item.outputs) else 1) for name, size in choice.kept.results)
 
 
 def _leaving(chooser: Chooser, sent: Mapping[int, tuple[str, ...]]) -> Mapping[str, int]:

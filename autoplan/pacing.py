@@ -24,6 +24,7 @@ from costmodel.prices import Prices
 from runtime.executor import Executor
 from runtime.paced import InstrPace, Pace, Pacer, clock_of
 from runtime.program import BlockCode, Program
+from runtime.selective import keeps
 
 SLACK_S = 0.05  # of a host that may be late: many ranks share a core
 
@@ -69,7 +70,8 @@ def pace_of(program: Program, plan: Plan, graph: Graph, prices: Prices, rank: in
 
 
 def _block(reader: Reader, code: BlockCode) -> tuple[InstrPace, ...]:
-    return tuple(_pace(reader.instruction(instr, code), code) for instr in code.instrs)
+    found = keeps(code)
+    return tuple(_pace(reader.instruction(instr, code, found), code) for instr in code.instrs)
 
 
 def _pace(tally: Tally, code: BlockCode) -> InstrPace:

@@ -14,6 +14,9 @@ A choice costs, for m micro-batches a step,
     P        = sum over w of bytes(w) / (p if rest(w) is Split else 1)
     A        = sum over saved (v, divided) of bytes(v) / (p if divided else 1) + sum over o of extra[o, x[o]]
 
+Recomputed selectively, a block runs its forward pass again but for what operators keep (`Kept`). Of a kept result that lies PARTIAL its sums are kept,
+each form in which it is read once, and not made again (runtime/selective.py).
+
 `move` is the forward and backward collective of one conversion: one for all readers of v in the same layout. A parameter
 that rests WHOLE and is only read VARY has its gradient reduced once a step (`deferred`), otherwise with every micro-batch.
 No rank repeats another one's work: of an operator with at least 1 % of the block's FLOPs, only options that divide them are
@@ -23,7 +26,7 @@ choices, where there are any. A saved value counts once for each form (divided o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoplan.graph import Option
 from autoplan.layout import PARTIAL, VARY, WHOLE, Kind, Layout, Split
@@ -41,6 +44,17 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What selective recomputation keeps of an operator instead of repeating it: results, with bytes; of its forward pass the seconds, FLOPs and
+    collectives that are not repeated."""
+
+    results: tuple[tuple[str, int], ...] = ()
+    seconds: float = 0.0
+    flops: int = 0
+    uses: tuple[Use, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One option of an operator, priced. `saved` lists (storage, whether it is divided) that the backward pass needs."""
 
@@ -53,7 +67,11 @@ class Choice:
     uses: tuple[Use, ...] = ()  # collectives that the operator itself issues
     weights_s: float = 0.0  # of the backward pass, what a split one puts off, with (tensor, bytes) that stay until then
     put_off: tuple[tuple[str, int], ...] = ()
-    kept: tuple[tuple[str, int], ...] = ()  # results that selective recomputation keeps instead of repeating the operator, with bytes
+    kept: Kept = Kept()
+
+    def writes_sum(self, name: str, outputs: tuple[str, ...]) -> bool:
+        """Whether a result is to be completed by a sum."""
+        return name in outputs and self.option.writes[outputs.index(name)] == PARTIAL
 
     @property
     def seconds(self) -> float:
@@ -72,13 +90,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One change of layout: collectives of both passes and their seconds."""
+    """One change of layout: collectives of both passes and their seconds. `kept_bytes`: of its result, where recomputation keeps it."""
 
     forward: Kind | None
     backward: Kind | None
     forward_s: float
     backward_s: float
     num_bytes: int
+    kept_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -101,7 +120,8 @@ class Weight:
 @dataclass(frozen=True)
 class BlockProblem:
     """See the module's text. `sources` are the layouts of values from outside (parameters are in `weights`),
-    `wanted` what the boundary reads of values made inside, `moves` every conversion that can occur."""
+    `wanted` what the boundary reads of values made inside, `moves` every conversion that can occur; `sums` are kept results that may lie PARTIAL,
+    with their bytes."""
 
     name: str
     degree: int
@@ -111,6 +131,12 @@ class BlockProblem:
     weights: Mapping[str, Weight]
     moves: Mapping[tuple[str, Layout, Layout], Move]
     saved_bytes: Mapping[str, int]  # storage -> bytes when not divided
+    sums: Mapping[str, int] = field(default_factory=dict)
+    keeps_sums: bool = False  # whether they are what is saved
+
+    def sum_bytes(self, name: str, layout: Layout) -> int:
+        """Bytes of a sum as it is read."""
+        return self.sums[name] // (self.degree if isinstance(layout, Split) else 1)
 
 
 def repeating(problem: BlockProblem, recompute: str) -> BlockProblem:
@@ -119,14 +145,19 @@ def repeating(problem: BlockProblem, recompute: str) -> BlockProblem:
     if recompute == "none":
         return problem
 
-    def again(choice: Choice) -> Choice:
+    def again(item: Item, choice: Choice) -> Choice:
         if recompute == "full":
             return replace(choice, backward_s=choice.backward_s + choice.forward_s)
-        repeated_s = 0.0 if choice.kept else choice.forward_s
-        return replace(choice, backward_s=choice.backward_s + repeated_s, saved=(), extra_bytes=sum(size for _, size in choice.kept))
+        kept = sum(size for name, size in choice.kept.results if not (name in problem.sums and choice.writes_sum(name, item.outputs)))
+        return replace(choice, backward_s=choice.backward_s + choice.forward_s - choice.kept.seconds, saved=(), extra_bytes=kept)
 
-    items = tuple(replace(item, choices=tuple(again(choice) for choice in item.choices)) for item in problem.items)
-    return replace(problem, items=items, moves={key: replace(move, backward_s=move.backward_s + move.forward_s) for key, move in problem.moves.items()})
+    def moved(name: str, src: Layout, dst: Layout, move: Move) -> Move:
+        if recompute == "selective" and src == PARTIAL and name in problem.sums:
+            return replace(move, kept_bytes=problem.sum_bytes(name, dst))
+        return replace(move, backward_s=move.backward_s + move.forward_s)
+
+    items = tuple(replace(item, choices=tuple(again(item, choice) for choice in item.choices)) for item in problem.items)
+    return replace(problem, items=items, moves={key: moved(*key, move) for key, move in problem.moves.items()}, keeps_sums=recompute == "selective")
 
 
 @dataclass(frozen=True)
@@ -153,6 +184,8 @@ class BlockPoint:
     kept_flops: int = 0
     kept_bytes: int = 0  # what it keeps for that
     repeated_bytes: int = 0  # of `saved_bytes`, what it makes again
+    kept_move_s: float = 0.0  # of `forward_move_s`, what it does not repeat
+    kept_uses: tuple[Use, ...] = ()  # and of `uses`
 
     @property
     def seconds(self) -> float:
@@ -170,6 +203,8 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
     saved: dict[tuple[str, bool], None] = {}
     put_off: dict[str, int] = {}
     kept: dict[str, int] = {}
+    kept_uses: list[Use] = []
+    kept_move_s = 0.0
     for item, choice in zip(problem.items, chosen, strict=True):
         for name, layout in zip(item.operands, choice.option.reads, strict=True):
             reads.setdefault(name, {})[layout] = None
@@ -181,12 +216,14 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
         saved.update((key, None) for key in choice.saved)
         uses.extend(choice.uses)
         put_off.update(choice.put_off)
-        kept.update(choice.kept)
+        kept.update(choice.kept.results)
+        kept_uses.extend(choice.kept.uses)
     for name, layout in problem.wanted:
         reads.setdefault(name, {})[layout] = None
     step_s = 0.0
     sizes = [0, 0, 0, 0]
     rests: dict[str, Layout] = {}
+    summed = [name for name in kept if name in problem.sums and lies[name] == PARTIAL]
     for name, layouts in reads.items():
         weight = problem.weights.get(name)
         if weight is not None:
@@ -212,12 +249,19 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
             forward_move_s += move.forward_s
             backward_move_s += move.backward_s
             uses.extend(_uses(move))
+            if name in summed:
+                kept_move_s += move.forward_s
+                kept_uses.extend(use for use in _uses(move) if use.phase == "forward")
     sizes_saved = {(root, divided): problem.saved_bytes[root] // (problem.degree if divided else 1) for root, divided in saved}
-    saved_bytes = sum(sizes_saved.values())
-    # what is kept lies as it was made: a copy of it in another layout is made again
-    made = {name: lies.get(name, WHOLE) for name in kept}  # in a cube they are another block's (autoplan/cubeprices.py), without a choice
-    kept_forms = {(name, isinstance(layout, Split)) for name, layout in made.items() if layout != PARTIAL}
-    keeping = [choice for choice in chosen if choice.kept]
+    # what is kept lies as it was made, or as it was summed: a copy of it in another layout is made again
+    made: dict[str, tuple[Layout, ...]] = {
+        name: (lies.get(name, WHOLE),) for name in kept
+    }  # in a cube they are another block's (autoplan/cubeprices.py), without a choice
+    made.update((name, tuple(reads.get(name, ()))) for name in summed)
+    kept_forms = {(name, isinstance(layout, Split)) for name, layouts in made.items() for layout in layouts if layout != PARTIAL}
+    sums = {(name, isinstance(layout, Split), layout == PARTIAL): problem.sum_bytes(name, layout) for name in summed for layout in made[name]}
+    kept_bytes = sum(size for name, size in kept.items() if name not in summed) + sum(sums.values())
+    saved_bytes = sum(sizes_saved.values()) + (sum(sums.values()) if problem.keeps_sums else 0)
     return BlockPoint(
         labels=tuple(choice.option.label for choice in chosen),
         rests=rests,
@@ -235,10 +279,12 @@ def evaluate(problem: BlockProblem, picks: tuple[int, ...]) -> BlockPoint | None
         uses=tuple(uses),
         weights_s=sum(choice.weights_s for choice in chosen),
         put_off_bytes=sum(put_off.values()),
-        kept_s=sum(choice.forward_s for choice in keeping),
-        kept_flops=sum(choice.flops for choice in keeping),
-        kept_bytes=sum(kept.values()),
+        kept_s=sum(choice.kept.seconds for choice in chosen),
+        kept_flops=sum(choice.kept.flops for choice in chosen),
+        kept_bytes=kept_bytes,
         repeated_bytes=extra + sum(size for form, size in sizes_saved.items() if form not in kept_forms),
+        kept_move_s=kept_move_s,
+        kept_uses=tuple(kept_uses),
     )
 
 

@@ -29,7 +29,7 @@ from runtime.call import num_bytes as spec_bytes
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.instr_traffic import GATHERED, backward_uses, forward_uses, with_room
 from runtime.program import BlockCode, Body, Feed, Program, StageCode, Stored
-from runtime.selective import is_kept
+from runtime.selective import Keeps, keeps
 from runtime.split import puts_off
 
 # Collectives of the passes: instruction -> (forward, backward).
@@ -59,7 +59,9 @@ class Tally:
     saved: dict[str, int] = field(default_factory=dict)  # storage -> bytes
     kept: dict[str, int] = field(default_factory=dict)  # what selective recomputation keeps: storage -> bytes
     kept_s: float = 0.0  # forward seconds that it does not repeat
+    kept_moved_s: float = 0.0
     kept_flops: int = 0
+    kept_traffic: list[Traffic] = field(default_factory=list)
     weights_s: float = 0.0  # of the backward pass, what a split one puts off
     put_off: dict[str, int] = field(default_factory=dict)  # what stays until then: tensor -> bytes
     traffic: list[Traffic] = field(default_factory=list)
@@ -98,15 +100,16 @@ class Reader:
         self.into(tally, code)
         return tally
 
-    def into(self, tally: Tally, code: BlockCode) -> None:
-        """Add the next instructions of a block to a tally."""
+    def into(self, tally: Tally, code: BlockCode, found: Keeps | None = None) -> None:
+        """Add the next instructions of a block to a tally. `found`: what all of the block keeps, where these are a part of it."""
+        found = found or keeps(code)
         for instr in code.instrs:
-            self._instr(instr, code, tally)
+            self._instr(instr, code, found, tally)
 
-    def instruction(self, instr: Instr, code: BlockCode) -> Tally:
-        """The next instruction of a block alone."""
+    def instruction(self, instr: Instr, code: BlockCode, found: Keeps) -> Tally:
+        """The next instruction of a block, which keeps what is `found`, alone."""
         tally = Tally()
-        self._instr(instr, code, tally)
+        self.into(tally, replace(code, instrs=(instr,)), found)
         return tally
 
     def size(self, name: str) -> int:
@@ -114,7 +117,7 @@ class Reader:
         spec = self.specs[name]
         return bytes_of(spec.shape, compute_dtype(spec.dtype, self.pricer.precision))
 
-    def _instr(self, instr: Instr, code: BlockCode, tally: Tally) -> None:
+    def _instr(self, instr: Instr, code: BlockCode, found: Keeps, tally: Tally) -> None:
         operands = [name for name in uses(instr) if name in self.specs]
         op = self._op(instr)
         for output in instr.outputs:
@@ -126,21 +129,26 @@ class Reader:
             if instr.target in VIEWS and operands:
                 self.roots[output.name] = self.roots.get(operands[0], operands[0])
         if instr.target in COLLECTIVES:
-            self._collective(instr, operands, tally)
+            self._collective(instr, operands, tally, is_kept=instr.name in found.sums)
         elif instr.outputs[0].spec is not None or any(o.spec is not None for o in instr.outputs):
-            self._compute(instr, code, op, operands, tally)
+            self._compute(instr, code, found, op, operands, tally)
 
     def _op(self, instr: Instr) -> Op | None:
         index = next((self.graph.producer[o.name] for o in instr.outputs if o.name in self.graph.producer), None)
         return None if index is None else self.graph.ops[index]
 
-    def _collective(self, instr: Instr, operands: list[str], tally: Tally) -> None:
+    def _collective(self, instr: Instr, operands: list[str], tally: Tally, *, is_kept: bool) -> None:
         axis = dict(instr.kwargs)["axis"]
         assert isinstance(axis, str)
         forward, backward = COLLECTIVES[instr.target]
         source, result = operands[0], instr.outputs[0].name
         size = max(self.size(source), with_room(instr, self.size(result), self.degrees.get(axis, 1)))
+        before_s, before = tally.forward_moved_s, len(tally.traffic)
         self._move(forward, axis, "forward", size, tally)
+        if is_kept:
+            tally.kept[result] = self.size(result)
+            tally.kept_moved_s += tally.forward_moved_s - before_s
+            tally.kept_traffic += tally.traffic[before:]
         if self.grads[result]:
             self._move(backward, axis, "backward", size, tally)
 
@@ -156,7 +164,7 @@ class Reader:
         whole = num_bytes * self.degrees[axis] if kind == "all_to_all" else num_bytes
         tally.traffic.append(Traffic(kind, axis, phase, whole))
 
-    def _compute(self, instr: Instr, code: BlockCode, op: Op | None, operands: list[str], tally: Tally) -> None:
+    def _compute(self, instr: Instr, code: BlockCode, found: Keeps, op: Op | None, operands: list[str], tally: Tally) -> None:
         specs = [self.specs[name] for name in operands]
         outputs = [o for o in instr.outputs if o.spec is not None]
         swapped = op is not None and instr.target.startswith("runtime.") and instr.target != op.instr.target
@@ -180,10 +188,10 @@ class Reader:
         tally.backward_s += time.backward_s if has_grad else 0.0
         tally.forward_flops += number
         tally.backward_flops += backward_flops(priced.target, number, [self.grads[name] for name in operands]) if has_grad else 0
-        if is_kept(instr, code.stored):
+        if instr.name in found.kept:
             tally.kept_s += time.forward_s
             tally.kept_flops += number
-            tally.kept.update((o.name, self.size(o.name)) for o in outputs)
+            tally.kept.update((o.name, self.size(o.name)) for o in outputs if o.name not in found.summed)
         if puts_off(instr, code.stored) and self.grads[operands[0]] and self.grads[operands[1]]:
             tally.weights_s += time.backward_weight_s
             root = self.roots.get(operands[0], operands[0])

@@ -2,12 +2,13 @@
 
 A recomputed block keeps what enters it instead of what its operators save, runs its forward pass again before its
 backward pass, and holds what it saves for that moment alone. Recomputed selectively (runtime/selective.py) it also keeps the results
-of its products and does not repeat them.
+of its products, or their sums, and does not repeat them.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from autoplan.layout import WHOLE, Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.localcontext import LocalContext, resting_bytes
 from autoplan.price import LocalGraph, cut, itemsize
-from autoplan.problem import BlockPoint
+from autoplan.problem import BlockPoint, Use
 from autoplan.replay import Step
 from autoplan.schemes import ROLES, feature_axes, row_axes
 from autoplan.transit import AXIS, gather_s, is_gathered, pieces_dim
@@ -64,8 +65,17 @@ class BlockLoad:
         """What is run again before the backward pass."""
         if self.recompute == "none":
             return Pass()
-        kept_s = self.point.kept_s if self.recompute == "selective" else 0.0
-        return Pass(self.forward.compute_s - kept_s, self.forward.collective_s)
+        if self.recompute == "full":
+            return self.forward
+        return Pass(self.forward.compute_s - self.point.kept_s, self.forward.collective_s - self.point.kept_move_s)
+
+    @property
+    def repeated_uses(self) -> Counter[Use]:
+        """Collectives of the forward pass that run again."""
+        if self.recompute == "none":
+            return Counter()
+        once = Counter(self.point.kept_uses if self.recompute == "selective" else ())
+        return Counter(use for use in self.point.uses if use.phase == "forward") - once
 
     @property
     def slot_s(self) -> float:
@@ -266,8 +276,7 @@ class Work:
                     deferred.append((use.axis or self.feature_axis, use.num_bytes))
                 else:
                     traffic.append(Traffic(use.kind, use.axis or self.feature_axis, use.phase, use.num_bytes))
-                    if use.phase == "forward" and block.recomputed:
-                        traffic.append(Traffic(use.kind, use.axis or self.feature_axis, "backward", use.num_bytes))
+            traffic += [Traffic(use.kind, use.axis or self.feature_axis, "backward", use.num_bytes) for use in block.repeated_uses.elements()]
             summed = p.trained_bytes if graph.precision is None else 4 * p.trained_elements  # gradients of masters are fp32
             deferred += [(name, summed) for name, _ in row_axes(self.axes) if ROLES[name] == "rows"]
         entering = (send for own in sends.values() for send in own if send.dst == index)

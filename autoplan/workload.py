@@ -1,12 +1,13 @@
 """Loads of the stages, read off the lowered program: what is priced is what runs.
 
 A load adds up its blocks' tallies (autoplan/reading.py). A recomputed block keeps what enters it, and saves the rest for a moment; selective
-recomputation keeps the products and attention as well (runtime/selective.py).
+recomputation keeps the products, or their sums, and attention as well (runtime/selective.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -44,10 +45,12 @@ def load_of(program: Program, stage: StageCode, graph: Graph, pricer: Pricer, ro
             saved.update(tally.saved)
             extra += tally.extra_bytes
             continue
-        kept = tally.kept if code.recompute == "selective" else {}
-        recompute = recompute.plus(Pass(tally.forward_s - tally.kept_s, tally.forward_moved_s) if code.recompute == "selective" else once)
-        number += tally.forward_flops - (tally.kept_flops if code.recompute == "selective" else 0)
-        traffic += [Traffic(t.kind, t.axis, "backward", t.num_bytes) for t in tally.traffic if t.phase == "forward"]
+        is_selective = code.recompute == "selective"
+        kept = tally.kept if is_selective else {}
+        recompute = recompute.plus(Pass(tally.forward_s - tally.kept_s, tally.forward_moved_s - tally.kept_moved_s) if is_selective else once)
+        number += tally.forward_flops - (tally.kept_flops if is_selective else 0)
+        repeated = Counter(t for t in tally.traffic if t.phase == "forward") - Counter(tally.kept_traffic if is_selective else ())
+        traffic += [replace(t, phase="backward") for t in repeated.elements()]
         saved.update((name, reader.size(name)) for name in code.inputs if name not in reader.resting)
         saved.update(kept)
         transient = max(transient, sum(size for name, size in tally.saved.items() if name not in kept) + tally.extra_bytes)

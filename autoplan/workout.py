@@ -17,7 +17,7 @@ import numpy as np
 from autoplan import raising, squeeze
 from autoplan.chains import chain_s
 from autoplan.choose import Boundary, Chosen
-from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts
+from autoplan.cuts import best_cuts, dealt_cuts, layer_cuts, shifted_cuts
 from autoplan.exhaust import every_choice
 from autoplan.least import Least
 from autoplan.load import StageLoad
@@ -33,6 +33,7 @@ from autoplan.stagework import Work
 ENOUGH = 0.005  # the search ends once nothing left can be faster by more
 _FEW = 32  # cuts of a short model, which are all tried: the slowest stage alone does not say how long a step takes
 _NUM_DEALT = 3  # cuts that deal blocks out evenly
+_NUM_SHIFTED = 4  # of one with a block moved to another rank, that are tried
 _FAR = 1.3  # times of the memory, or of the best plan, beyond which one cut tells enough
 _NEAR = 1.1  # times of the best plan, within which a plan is looked at twice
 
@@ -163,7 +164,7 @@ class WorkOut:
         given = self.shapes.task.stages
         if given is not None:
             return self.result(shape, storing, work, given.starts, best_s)
-        step, is_bent = self.shapes.step(shape, storing), False
+        step, is_bent, weights = self.shapes.step(shape, storing), False, np.zeros(0)
         numbers, layers = self.shapes.outline.blocks, self.shapes.task.constraints.stage_layers
         if layers is not None:
             cuts = layer_cuts([self.shapes.task.graph.blocks[n].layer for n in numbers], layers)
@@ -185,12 +186,28 @@ class WorkOut:
                     fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
                 cuts, is_bent = fitting or cuts, fitting is not None
         every = self._every(len(step.stage_ranks))
-        results = []
+        results: dict[tuple[int, ...], Result] = {}
+
+        def tried(cuts: tuple[int, ...]) -> Result:
+            if cuts not in results:
+                results[cuts] = self.result(shape, storing, work, self._starts(cuts), best_s, is_bent=is_bent)
+            return results[cuts]
+
+        def order(cuts: tuple[int, ...]) -> tuple:
+            result = results[cuts]
+            return not result.fits, result.step_s if result.fits else result.memory.total, result.starts
+
         for each in dict.fromkeys((cuts, *self._dealt(shape), *every)):
-            results.append(self.result(shape, storing, work, self._starts(each), best_s, is_bent=is_bent))
-            if not every and (results[-1].memory.total > _FAR * self.shapes.limit_bytes or results[-1].step_s > _FAR * best_s):
-                break  # other cuts of as many blocks differ by less
-        return min(results, key=lambda r: (not r.fits, r.step_s if r.fits else r.memory.total, r.starts))
+            result = tried(each)
+            if not every and (result.memory.total > _FAR * self.shapes.limit_bytes or result.step_s > _FAR * best_s):
+                return results[min(results, key=order)]  # other cuts of as many blocks differ by less
+        best, before = min(results, key=order), None
+        enough_s = self.shapes.by_recompute(shape)[storing.recompute] * (1 + ENOUGH)
+        while not every and len(weights) and shape.num_chunks > 1 and best != before and (results[best].step_s > enough_s or not results[best].fits):
+            for moved in shifted_cuts(best, weights.tolist(), step.stage_ranks)[:_NUM_SHIFTED]:
+                tried(moved)
+            best, before = min(results, key=order), best
+        return results[best]
 
     def _starts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         numbers = self.shapes.outline.blocks

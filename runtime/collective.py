@@ -176,12 +176,12 @@ class _Vary(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return raw_all_reduce(x, axis)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, known: torch.Tensor | None) -> torch.Tensor:
+        return raw_all_reduce(x, axis) if known is None else known.view_as(known)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        return grads[0], None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -219,13 +219,13 @@ class _Slice(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, part: Part, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, part: Part, axis: Axis, known: torch.Tensor | None) -> torch.Tensor:
         ctx.part, ctx.axis = part, axis
-        return raw_reduce_scatter(x, part, axis)
+        return raw_reduce_scatter(x, part, axis) if known is None else known.view_as(known)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return raw_all_gather(grads[0], ctx.part, ctx.axis), None, None
+        return raw_all_gather(grads[0], ctx.part, ctx.axis), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -255,9 +255,9 @@ def vary(x: torch.Tensor, *, axis: Axis) -> torch.Tensor:
     return _Vary.apply(x, axis) if axis.size > 1 else x  # type: ignore[return-value]
 
 
-def all_reduce(x: torch.Tensor, *, axis: Axis) -> torch.Tensor:
-    """Complete a partial sum; the gradient passes unchanged."""
-    return _AllReduce.apply(x, axis) if axis.size > 1 else x  # type: ignore[return-value]
+def all_reduce(x: torch.Tensor, *, axis: Axis, known: torch.Tensor | None = None) -> torch.Tensor:
+    """Complete a partial sum; the gradient passes unchanged. `known`: the sum, where it is there already."""
+    return _AllReduce.apply(x, axis, known) if axis.size > 1 or known is not None else x  # type: ignore[return-value]
 
 
 def all_gather(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis) -> torch.Tensor:
@@ -275,9 +275,9 @@ def slice(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis:
     return _Slice.apply(x, Part(dim, outer, size, inner), axis)  # type: ignore[return-value]
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis) -> torch.Tensor:
-    """This rank's part of the sum over the axis; the gradient is gathered."""
-    return _ReduceScatter.apply(x, Part(dim, outer, size, inner), axis)  # type: ignore[return-value]
+def reduce_scatter(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, *, axis: Axis, known: torch.Tensor | None = None) -> torch.Tensor:
+    """This rank's part of the sum over the axis; the gradient is gathered. `known`: that part, where it is there already."""
+    return _ReduceScatter.apply(x, Part(dim, outer, size, inner), axis, known)  # type: ignore[return-value]
 
 
 def all_to_all(x: torch.Tensor, dim: int, outer: int, size: int, inner: int, dim2: int, outer2: int, size2: int, inner2: int, *, axis: Axis) -> torch.Tensor:

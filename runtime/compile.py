@@ -15,7 +15,7 @@ from runtime.instr import Arg, Instr, Ref
 from runtime.mesh import Axis, Mesh
 from runtime.program import BlockCode
 from runtime.random import seeded
-from runtime.selective import is_kept, keeping
+from runtime.selective import keeping, keeping_sum, keeps, unread
 from runtime.split import WeightGrads, puts_off
 
 Compiled = Callable[..., tuple[torch.Tensor, ...]]
@@ -54,11 +54,14 @@ def compile_block(code: BlockCode, mesh: Mesh, later: WeightGrads | None = None,
     """
     graph = fx.Graph()
     env: dict[str, Any] = {name: graph.placeholder(f"v_{i}") for i, name in enumerate(code.inputs + code.stored)}
+    wraps: dict[str, Callable[[Any], Any]] = {}
+    if code.recompute == "selective":
+        found = keeps(code)
+        wraps = {**dict.fromkeys(found.kept, keeping), **dict.fromkeys(found.summed, unread), **dict.fromkeys(found.sums, keeping_sum)}
     for instr in code.instrs:
         try:
-            is_kept_one = code.recompute == "selective" and is_kept(instr, code.stored)
             puts = later if puts_off(instr, code.stored) else None
-            _emit(graph, instr, env, mesh, puts, wrap=keeping if is_kept_one else _as_it_is, is_compiled=backend is not None)
+            _emit(graph, instr, env, mesh, puts, wrap=wraps.get(instr.name, _as_it_is), is_compiled=backend is not None)
         except KeyError as error:
             raise ValueError(f"block {code.name}: {instr.name} = {instr.target} reads {error}, which nothing before it defines") from None
     missing = [name for name in code.outputs if name not in env]

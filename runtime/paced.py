@@ -25,6 +25,7 @@ from runtime.maxplus import Span, Together, together
 from runtime.mesh import Mesh, plane_axis
 from runtime.paceclock import Links, PacedClock
 from runtime.program import BlockCode, Program
+from runtime.selective import keeps
 from runtime.split import WeightGrads
 from runtime.traffic import body_specs
 
@@ -192,10 +193,11 @@ def _block(code: BlockCode, pace: BlockPace, specs: Mapping[str, TensorSpec], ca
     names = code.inputs + code.stored
     sizes = {name: axis.size for name, axis in mesh.axes.items()}
     forward, again, backward, put_off = [], [], [], []
+    once = keeps(code).sums if code.recompute == "selective" else frozenset()
     for instr, one in zip(code.instrs, pace, strict=True):
         sent = list(_reaching(forward_uses(instr, specs, sizes), mesh, code))
         forward += [one.forward_s, *sent]
-        again += [one.again_s, *sent]
+        again += [one.again_s, *(() if instr.name in once else sent)]
         passes = gradient_passes(instr, carries)
         back = list(_reaching(backward_uses(instr, specs, sizes, carries.needs), mesh, code)) if passes else []
         weight = instr.args[1] if one.weights_s and len(instr.args) > 1 else None

@@ -36,6 +36,7 @@ from runtime.program import BlockCode, Body, Program, StageCode, StageMesh, Stor
 from runtime.record import Traffic, total
 from runtime.reduction import bucket_sizes
 from runtime.schedule import splits_backward
+from runtime.selective import keeps
 from runtime.stripes import program_layout, reduced, reduces_itself
 from runtime.tied import partners
 
@@ -121,10 +122,11 @@ def _body_moves(program: Program, stage: StageCode, body: Body, coordinates: Coo
     sizes = dict(program.axes)
     specs, found = body_specs(stage, body, sizes, coordinates), flow(stage, body)
     for block in body.blocks:
+        once = keeps(block).sums if block.recompute == "selective" else frozenset()
         for instr in block.instrs:
             for use in (use for use in forward_uses(instr, specs, sizes) if _reaches(use, sizes, coordinates)):
                 yield use.kind, use.axis, "forward", use.num_bytes
-                if block.recompute != "none" and is_recomputed(block, found):
+                if block.recompute != "none" and instr.name not in once and is_recomputed(block, found):
                     yield use.kind, use.axis, "backward", use.num_bytes
             if gradient_passes(instr, found):
                 back = (use for use in backward_uses(instr, specs, sizes, found.needs) if _reaches(use, sizes, coordinates))
