@@ -64,6 +64,10 @@ def needs_exchange(src: Layout, dst: Layout) -> bool:
 
 def batch_axis(graph: Graph) -> BatchAxis:
     """Assign every operator of `graph` on the data axis. The answer does not depend on the number of ranks."""
+    return graph.known("batch axis", lambda: _batch_axis(graph))
+
+
+def _batch_axis(graph: Graph) -> BatchAxis:
     layouts: dict[str, Layout] = {}
     for value in graph.values.values():
         if value.kind == "parameter":

@@ -19,16 +19,18 @@ rows the data axis deals, nor a factor of a tensor at rest. Ranks have room for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from autoplan.layout import PARTIAL, VARY, WHOLE, Layout, Split
 from runtime.instr import Instr, TensorSpec, uses
 from runtime.sharded.halo import Span, Window, reach
 
+T = TypeVar("T")
+_MOST_KNOWN = 8
 ValueKind = Literal["parameter", "buffer", "input", "constant", "activation"]
 Runs = tuple[tuple[int, int], ...]  # (first operator in the captured order, its stage): autoplan/arrange.py
 
@@ -194,6 +196,18 @@ class Graph:
         if found is None or found[0] is not op:
             found = self._answers[key] = op, answer()
         return found[1]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+    def known(self, question: Hashable, answer: Callable[[], T]) -> T:
+        """`answer()` about the whole graph; the answers to the last few questions are not worked out again."""
+        found = self._known.pop(question) if question in self._known else answer()
+        self._known[question] = found  # the latest at the end
+        while len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return found
 
     def at_rest(self, name: str) -> str:
         """The dtype in which a parameter or buffer is kept, and its gradient summed."""

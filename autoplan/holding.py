@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from runtime.action import Schedule
 from runtime.schedule import schedule, splits_backward
@@ -38,9 +41,23 @@ class Moment:
     running: int
     counts: tuple[tuple[int, int, int], ...]
 
-    def dominates(self, other: Moment) -> bool:
-        pairs = zip(self.counts, other.counts, strict=True)
-        return self.running == other.running and all(a[1] >= b[1] and a[2] >= b[2] for a, b in pairs)
+
+@dataclass(frozen=True, eq=False)
+class Moments(Sequence[Moment]):
+    """Moments of one rank t: which of its `stages` s runs its backward, running[t], micro-batches that are saved[t, s] and put_off[t, s]."""
+
+    stages: tuple[int, ...]
+    running: np.ndarray
+    saved: np.ndarray
+    put_off: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def __getitem__(self, t: Any) -> Any:
+        assert isinstance(t, int), "moments are asked for one by one"
+        counts = zip(self.stages, self.saved[t].tolist(), self.put_off[t].tolist(), strict=True)
+        return Moment(self.stages[self.running[t]], tuple(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ def long_enough(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int)
 
 
 @lru_cache(maxsize=4096)
-def moments(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
+def moments(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[Moments, ...]:
     """For each rank, the moments of which one is the fullest, whatever the bytes."""
     if name == "gpipe":
         return tuple(_all_at_once(tuple(s for s, at in enumerate(stage_ranks) if at == rank), num_micro_batches) for rank in range(max(stage_ranks) + 1))
@@ -69,40 +86,40 @@ def moments(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> 
     return _moments(order(name, stage_ranks, played), stage_ranks) if played == num_micro_batches else moments(name, stage_ranks, played)
 
 
-def _all_at_once(own: tuple[int, ...], num_micro_batches: int) -> tuple[Moment, ...]:
+def _all_at_once(own: tuple[int, ...], num_micro_batches: int) -> Moments:
     """GPipe's: all forwards are done, then stage after stage goes back."""
-    return tuple(Moment(running, tuple((s, num_micro_batches if s <= running else 0, 0) for s in own)) for running in own)
+    return Moments(own, np.arange(len(own)), num_micro_batches * np.tri(len(own), dtype=int), np.zeros((len(own), len(own)), dtype=int))
 
 
-def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[tuple[Moment, ...], ...]:
+def _moments(actions: Schedule, stage_ranks: tuple[int, ...]) -> tuple[Moments, ...]:
     found = []
     for rank, own in enumerate(actions):
-        now = {s: [0, 0] for s, r in enumerate(stage_ranks) if r == rank}
-        full: list[Moment] = []  # of which none dominates another
-        seen: set[Moment] = set()
-
-        def mark(stage: int, now: dict[int, list[int]] = now, full: list[Moment] = full, seen: set[Moment] = seen) -> None:
-            moment = Moment(stage, tuple((s, saved, put_off) for s, (saved, put_off) in now.items()))
-            if moment in seen:
-                return
-            seen.add(moment)
-            if not any(other.dominates(moment) for other in full):
-                full[:] = [*(other for other in full if not moment.dominates(other)), moment]
-
+        stages = [s for s, r in enumerate(stage_ranks) if r == rank]
+        place = {s: i for i, s in enumerate(stages)}
+        saved, put_off = [0] * len(stages), [0] * len(stages)
+        seen: dict[int, dict[tuple[int, ...], None]] = {s: {} for s in stages}  # running stage -> what is saved and put off of each
         for action in own:
-            counts = now[action.stage]
+            i = place[action.stage]
             if action.kind == "F":
-                counts[0] += 1
+                saved[i] += 1
             elif action.kind == "BW":
-                counts[1] -= 1
+                put_off[i] -= 1
             else:
-                mark(action.stage)
-                counts[0] -= 1
+                seen[action.stage][*saved, *put_off] = None
+                saved[i] -= 1
                 if action.kind == "BI":
-                    counts[1] += 1
-                    mark(action.stage)
-        found.append(tuple(full))
+                    put_off[i] += 1
+                    seen[action.stage][*saved, *put_off] = None
+        kept = [_unbeaten(np.array(list(counts), dtype=int).reshape(len(counts), 2 * len(stages))) for counts in seen.values()]
+        counts = np.concatenate(kept)
+        found.append(Moments(tuple(stages), np.repeat(np.arange(len(stages)), list(map(len, kept))), counts[:, : len(stages)], counts[:, len(stages) :]))
     return tuple(found)
+
+
+def _unbeaten(rows: np.ndarray) -> np.ndarray:
+    """The rows, all different, of which no other one is at least as large everywhere, in their order."""
+    is_beaten = (rows[:, None, :] <= rows[None, :, :]).all(axis=2).sum(axis=1) > 1  # each is as large as itself
+    return rows[~is_beaten]
 
 
 @lru_cache(maxsize=4096)
@@ -134,11 +151,10 @@ def surely_held(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int)
     return (1,) * num_ranks
 
 
-def fullest(candidates: Sequence[Moment], sizes: Mapping[int, Sizes]) -> tuple[Moment, int]:
+def fullest(candidates: Moments, sizes: Mapping[int, Sizes]) -> tuple[Moment, int]:
     """The fullest moment of a rank, and its bytes; the first of several."""
-
-    def num_bytes(moment: Moment) -> int:
-        return sizes[moment.running].transient + sum(sizes[s].saved * saved + sizes[s].put_off * put_off for s, saved, put_off in moment.counts)
-
-    best = max(candidates, key=num_bytes)
-    return best, num_bytes(best)
+    own = [sizes[s] for s in candidates.stages]
+    saved, put_off, transient = (np.array([getattr(size, name) for size in own], dtype=np.int64) for name in ("saved", "put_off", "transient"))
+    num_bytes = candidates.saved @ saved + candidates.put_off @ put_off + transient[candidates.running]
+    best = int(num_bytes.argmax())
+    return candidates[best], int(num_bytes[best])

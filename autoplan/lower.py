@@ -24,7 +24,7 @@ from autoplan.schemes import Axes
 from autoplan.serving import check_serving
 from autoplan.stagecode import feed_of, stage_code, stored_of, with_sends
 from autoplan.stagemeshes import check_stage_meshes, meshes_of
-from autoplan.variants import Emitter, Rows
+from autoplan.variants import AxisAssignment, Emitter, Rows
 from runtime.program import BlockCode, Feed, MicroBatch, Program, StageCode, StageMesh, Stored
 
 
@@ -144,7 +144,9 @@ def _side(
     data_rank: int,
     outputs: bool,
 ) -> _Side:
-    context = lowering(plan, graph, outputs, axes)
+    asked = ("lowering", outputs, axes, repr(plan.blocks), plan.stages, plan.stage_meshes, plan.context)  # all that this needs of a plan
+    context, needs, rested = graph.known(asked, lambda: _rested(lowering(plan, graph, outputs, axes)))
+    context = replace(context, plan=plan)
     if len(dealt[0]) > 1 and context.batch.blocker is not None:
         raise UsageError(f"the plan has {len(dealt[0])} micro-batches, but {context.batch.blocker}: use one micro-batch.")
     side = _Side(axes, context, {}, dealt, meshes, None, (), ())
@@ -155,9 +157,13 @@ def _side(
         own = side.local_rows[data_rank]
         everywhere = side.is_even and min(side.local_rows) > 0
         preamble, feeds, kept, given = _preamble(context, Rows(own, rows, 1 / len(workers_of(plan)) if own else 0.0, everywhere))
-    context = replace(context, given=given)
+    return replace(side, context=replace(context, given=given, axes=rested), needs=needs, preamble=preamble, feeds=feeds, kept=kept)
+
+
+def _rested(context: Lowering) -> tuple[Lowering, Mapping[str, tuple[tuple[Layout, ...], ...]], tuple[AxisAssignment, ...]]:
+    """A lowering, how its parameters are read, and its axes with where they rest."""
     needs = parameter_needs(context)
-    return replace(side, context=replace(context, axes=with_rest(context, needs)), needs=needs, preamble=preamble, feeds=feeds, kept=kept)
+    return context, needs, with_rest(context, needs)
 
 
 def _stage(side: _Side, number: int, rows: int) -> StageCode:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.forecast import Memory
-from autoplan.holding import Moment, Sizes, fullest, moments
+from autoplan.holding import Moments, Sizes, fullest, moments
 from autoplan.mixing import hull
 from autoplan.outcome import Result
 from autoplan.problem import Price
@@ -102,7 +102,7 @@ def leaner(work: Work, result: Result, price: Price, state_share: float) -> tupl
     rank = result.stage_ranks[result.fullest]
     own = [n for s, at in enumerate(result.stage_ranks) if at == rank for n in range(result.starts[s], result.starts[s + 1])]
     found: dict[str, tuple[str, Price]] = {}
-    most = max(saved for moment in moments(step.schedule, step.stage_ranks, step.num_micro_batches)[rank] for _, saved, _ in moment.counts)
+    most = int(moments(step.schedule, step.stage_ranks, step.num_micro_batches)[rank].saved.max())
     for pattern in dict.fromkeys(graph.blocks[n].pattern for n in own):
         rungs, modes = ladder(work, pattern), [result.modes[n] for n in own if graph.blocks[n].pattern == pattern]
         top = max((i for i, load in enumerate(rungs) if load.recompute in modes), default=0)
@@ -119,7 +119,7 @@ def _stage(work: Work, ladders: dict[str, tuple[BlockLoad, ...]], start: int, st
     return _Stage(numbers, [ladders[work.outline.graph.blocks[n].pattern] for n in numbers], [0] * len(numbers), step.is_split)
 
 
-def _fit(stages: dict[int, _Stage], candidates: Sequence[Moment], room: int) -> bool:
+def _fit(stages: dict[int, _Stage], candidates: Moments, room: int) -> bool:
     """Raise the blocks of one rank until its fullest moment has room; whether it has."""
     while True:
         sizes = {s: stage.sizes() for s, stage in stages.items()}

@@ -8,6 +8,7 @@ of its products, or their sums, and does not repeat them.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -111,6 +112,7 @@ class Work:
         self.recompute = recompute
         self.modes: tuple[str, ...] = tuple(self._way(block.pattern, recompute) for block in outline.graph.blocks)
         self._priced: dict[str, BlockLoad] = {}
+        self._alike: dict[tuple[tuple[str, str], ...], StageLoad] = {}  # (pattern, way) of a stage's blocks -> what they add up to
 
     def with_modes(self, modes: tuple[str, ...]) -> Work:
         """The same choice, each block of the graph recomputed as `modes` says, where its pattern may be."""
@@ -259,9 +261,37 @@ class Work:
         return tuple(self._stage(j, a, b, ranks, sends) for j, (a, b) in enumerate(itertools.pairwise(starts)))
 
     def _stage(self, index: int, start: int, stop: int, rank_of_start: Mapping[int, int], sends: Mapping[int, tuple[Send, ...]]) -> StageLoad:
-        graph = self.outline.graph
-        blocks = [block for n, block in zip(self.outline.blocks, self.blocks, strict=True) if start <= n < stop]
-        extra = self._repeated(start, stop)
+        graph, numbers = self.outline.graph, self.outline.blocks
+        within = slice(bisect_left(numbers, start), bisect_left(numbers, stop))
+        alike = tuple((graph.blocks[n].pattern, self.modes[n]) for n in numbers[within])
+        if alike not in self._alike:
+            self._alike[alike] = self._of_blocks(self.blocks[within])
+        found, extra = self._alike[alike], self._repeated(start, stop)
+        forward, backward, traffic = found.forward, found.backward, found.traffic
+        entering = (send for own in sends.values() for send in own if send.dst == index)
+        gathers = [("forward", send) for send in entering] + [("backward", send) for send in sends.get(index, ()) if send.grad]
+        for phase, send in gathers:
+            if send.gathered_bytes:
+                moved = Pass(0.0, gather_s(self.local.pricer, self.step, send.gathered_bytes))
+                forward, backward = (forward.plus(moved), backward) if phase == "forward" else (forward, backward.plus(moved))
+                traffic = (*traffic, Traffic("all_gather", AXIS, phase, send.gathered_bytes))
+        return replace(
+            found,
+            index=index,
+            first_block=graph.blocks[start].name,
+            last_block=graph.blocks[stop - 1].name,
+            forward=forward,
+            backward=backward,
+            sends=sends.get(index, ()),
+            parameter_elements=found.parameter_elements - extra[0],
+            trained_elements=found.trained_elements - extra[1],
+            buffer_bytes=self.buffer_bytes(start, stop),
+            traffic=traffic,
+            tied_bytes=self._tied_bytes(start, stop, rank_of_start),
+        )
+
+    def _of_blocks(self, blocks: Sequence[BlockLoad]) -> StageLoad:
+        """The load of a stage of such blocks, but for what depends on which they are."""
         forward, backward, recompute = Pass(), Pass(), Pass()
         traffic: list[Traffic] = []
         deferred: list[tuple[str, int]] = []
@@ -277,30 +307,23 @@ class Work:
                 else:
                     traffic.append(Traffic(use.kind, use.axis or self.feature_axis, use.phase, use.num_bytes))
             traffic += [Traffic(use.kind, use.axis or self.feature_axis, "backward", use.num_bytes) for use in block.repeated_uses.elements()]
-            summed = p.trained_bytes if graph.precision is None else 4 * p.trained_elements  # gradients of masters are fp32
+            summed = p.trained_bytes if self.outline.graph.precision is None else 4 * p.trained_elements  # gradients of masters are fp32
             deferred += [(name, summed) for name, _ in row_axes(self.axes) if ROLES[name] == "rows"]
-        entering = (send for own in sends.values() for send in own if send.dst == index)
-        gathers = [("forward", send) for send in entering] + [("backward", send) for send in sends.get(index, ()) if send.grad]
-        for phase, send in gathers:
-            if send.gathered_bytes:
-                moved = Pass(0.0, gather_s(self.local.pricer, self.step, send.gathered_bytes))
-                forward, backward = (forward.plus(moved), backward) if phase == "forward" else (forward, backward.plus(moved))
-                traffic.append(Traffic("all_gather", AXIS, phase, send.gathered_bytes))
         parameter_bytes = sum(b.point.parameter_bytes for b in blocks)
         parameter_elements = sum(b.point.parameter_elements for b in blocks)
         return StageLoad(
-            index=index,
-            first_block=graph.blocks[start].name,
-            last_block=graph.blocks[stop - 1].name,
+            index=0,
+            first_block="",
+            last_block="",
             forward=forward,
             backward=backward,
             recompute=recompute,
-            sends=sends.get(index, ()),
-            parameter_elements=parameter_elements - extra[0],
-            trained_elements=sum(b.point.trained_elements for b in blocks) - extra[1],
+            sends=(),
+            parameter_elements=parameter_elements,
+            trained_elements=sum(b.point.trained_elements for b in blocks),
             parameter_width=max(1, parameter_bytes // max(1, parameter_elements)),
             units=tuple(b.point.parameter_elements for b in blocks if b.point.parameter_elements),
-            buffer_bytes=self.buffer_bytes(start, stop),
+            buffer_bytes=0,
             saved_bytes=sum(b.saved_bytes for b in blocks),
             transient_bytes=max(b.transient_bytes for b in blocks) if blocks else 0,
             flops=sum(b.flops for b in blocks),
@@ -308,7 +331,7 @@ class Work:
             deferred=tuple(deferred),
             compressed_bytes=sum(b.compressed_bytes for b in blocks),
             num_trained=sum(self.outline.graph.values[name].requires_grad for b in blocks for name in b.point.rests),
-            tied_bytes=self._tied_bytes(start, stop, rank_of_start),
+            tied_bytes=0,
             weights_s=sum(b.point.weights_s for b in blocks),
             put_off_bytes=sum(b.point.put_off_bytes for b in blocks),
         )

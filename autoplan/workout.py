@@ -178,7 +178,9 @@ class WorkOut:
             assert cuts is not None, "without memory some cut fits"
             fits = work.fits(step, self.shapes.width, self.shapes.limit_bytes)
             if not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
-                if storing.recompute == MIXED:
+                if storing.recompute == MIXED and shape.num_chunks > 1:
+                    fitting = cuts  # the fullest rank says more than its stages, and it is raised
+                elif storing.recompute == MIXED:
                     ladders = {pattern: ladder(work, pattern) for pattern in self.shapes.outline.examples}
                     again_s = work.again_s(ladders, step, self.shapes.width, self.shapes.limit_bytes)
                     fitting = best_cuts(weights.tolist(), len(step.stage_ranks), more_s=again_s)
@@ -197,7 +199,7 @@ class WorkOut:
             result = results[cuts]
             return not result.fits, result.step_s if result.fits else result.memory.total, result.starts
 
-        for each in dict.fromkeys((cuts, *self._dealt(shape), *every)):
+        for each in dict.fromkeys((*self._dealt(shape), cuts, *every)):
             result = tried(each)
             if not every and (result.memory.total > _FAR * self.shapes.limit_bytes or result.step_s > _FAR * best_s):
                 return results[min(results, key=order)]  # other cuts of as many blocks differ by less

@@ -128,35 +128,39 @@ def check(actions: Schedule, num_stages: int, num_micro_batches: int, edges: Edg
     if len(set(listed)) != len(listed):
         twice = min(action for action in listed if listed.count(action) > 1)
         raise ScheduleError(f"{twice} is scheduled twice")
-    passes = set(listed)
+    kinds: dict[tuple[int, int], set[str]] = {}
+    for action in listed:
+        kinds.setdefault((action.stage, action.micro_batch), set()).add(action.kind)
     for s in range(num_stages):
         for k in range(num_micro_batches):
-            halves = {kind for kind in ("B", "BI", "BW") if Action(kind, s, k) in passes}
-            if Action("F", s, k) not in passes or halves not in ({"B"}, {"BI", "BW"}):
-                raise ScheduleError(f"stage {s}, micro-batch {k} needs F and either B or BI and BW, the schedule has {sorted(halves) or 'no backward'}")
+            found = kinds.get((s, k), set())
+            if found not in ({"F", "B"}, {"F", "BI", "BW"}):
+                halves = sorted(found - {"F"}) or "no backward"
+                raise ScheduleError(f"stage {s}, micro-batch {k} needs F and either B or BI and BW, the schedule has {halves}")
     if len(listed) != num_stages * num_micro_batches * 2 + sum(1 for action in listed if action.kind == "BW"):
         raise ScheduleError(f"the schedule has actions beyond stage {num_stages - 1} or micro-batch {num_micro_batches - 1}")
-    done: set[Action] = set()
+    before, behind = ([[] for _ in range(num_stages)] for _ in range(2))
+    for src, dst in edges:
+        before[dst].append(src)
+        behind[src].append(dst)
+    done = {kind: [[False] * num_micro_batches for _ in range(num_stages)] for kind in ("F", "B", "BW")}  # "B": or the inputs' half
+
+    def may_run(action: Action) -> bool:
+        s, k = action.stage, action.micro_batch
+        if action.kind == "F":
+            return all(done["F"][src][k] for src in before[s])
+        return done["B"][s][k] if action.kind == "BW" else done["F"][s][k] and all(done["B"][dst][k] for dst in behind[s])
+
     at = [0] * len(actions)
     moved = True
     while moved:
         moved = False
         for rank, own in enumerate(actions):
-            while at[rank] < len(own) and all(need in done for need in needs(own[at[rank]], edges, passes)):
-                done.add(own[at[rank]])
+            while at[rank] < len(own) and may_run(own[at[rank]]):
+                action = own[at[rank]]
+                done["B" if action.kind == "BI" else action.kind][action.stage][action.micro_batch] = True
                 at[rank] += 1
                 moved = True
     stuck = [f"rank {rank} at {own[at[rank]]}" for rank, own in enumerate(actions) if at[rank] < len(own)]
     if stuck:
         raise ScheduleError(f"the schedule never ends: {', '.join(stuck)} wait for each other")
-
-
-def needs(action: Action, edges: Edges, passes: set[Action]) -> tuple[Action, ...]:
-    """The actions that have to be over before this one can start."""
-    s, k = action.stage, action.micro_batch
-    if action.kind == "F":
-        return tuple(Action("F", src, k) for src, dst in sorted(edges) if dst == s)
-    if action.kind == "BW":
-        return (Action("BI", s, k),)
-    later = tuple(Action("B" if Action("B", dst, k) in passes else "BI", dst, k) for src, dst in sorted(edges) if src == s)
-    return (Action("F", s, k), *later)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from runtime.action import Action, parse_action
 from runtime.errors import ScheduleError
-from runtime.schedule import SCHEDULES, chain, check, needs, schedule
+from runtime.schedule import SCHEDULES, Edges, chain, check, schedule
 
 
 def placement(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
@@ -74,6 +74,17 @@ def _span(name: str, num_ranks: int, num_micro_batches: int) -> int:
                 ended[action] = free[rank] = start + cost[action.kind]
                 at[rank] += 1
     return max(free)
+
+
+def needs(action: Action, edges: Edges, passes: set[Action]) -> tuple[Action, ...]:
+    """The actions that have to be over before this one can start."""
+    s, k = action.stage, action.micro_batch
+    if action.kind == "F":
+        return tuple(Action("F", src, k) for src, dst in sorted(edges) if dst == s)
+    if action.kind == "BW":
+        return (Action("BI", s, k),)
+    later = tuple(Action("B" if Action("B", dst, k) in passes else "BI", dst, k) for src, dst in sorted(edges) if src == s)
+    return (Action("F", s, k), *later)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
