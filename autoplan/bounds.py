@@ -57,6 +57,7 @@ from costmodel.opkey import RankGroup
 from costmodel.overlap import beside_s
 
 _HALVINGS = 13  # of a search for the least seconds
+_NEAR = 0.97  # of enough, from where on a bound is made as tight as it can be
 
 
 class Bounds:
@@ -68,7 +69,7 @@ class Bounds:
         self.width = width
         self.optimizer_s = optimizer_s  # per element
         self.enough_s = float("inf")  # a bound that is no less says enough, and is not tightened
-        self._shares: dict[tuple[str, tuple[int, ...], int], dict[tuple[int, ...], tuple[np.ndarray, float]]] = {}
+        self._shares: dict[tuple[str, tuple[int, ...], int], dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, float]]] = {}
         self.spine = spine_of(outline)
         self.room = Room(outline, width, limit_bytes, self.spine)
 
@@ -274,15 +275,19 @@ class Bounds:
         whole[1] += again_s
         whole[4] += again_s
         unit = max(whole[0] + whole[1] + whole[-1], 1e-30)
-        proportion = tuple(int(share) for share in np.round(paths.PARTS * np.minimum(whole / unit, paths.PARTS)))
         asked = (step.schedule, step.stage_ranks, step.num_micro_batches)
         shares = self._shares.setdefault(asked, {})
-        if proportion not in shares:
-            best_s = max((bound_s(*each) for each in shares.values()), default=0.0)
+        best_s = max((bound_s(*each) for each in shares.values()), default=0.0)
+        for parts in paths.PARTS:
             if best_s >= self.enough_s:
-                return best_s
-            shares[proportion] = paths.weights(*asked, proportion)
-        return bound_s(*shares[proportion])
+                break
+            proportion = tuple(int(share) for share in np.round(parts * np.minimum(whole / unit, parts)))
+            if (parts, proportion) not in shares:
+                shares[parts, proportion] = paths.weights(*asked, proportion)
+                best_s = max(best_s, bound_s(*shares[parts, proportion]))
+            if best_s < _NEAR * self.enough_s:
+                break  # a finer proportion would not be enough
+        return best_s
 
     def _share(self, blocks: Mapping[str, Least], step: Step, total: float, forward: float, backward: float) -> float:
         m, shards = step.num_micro_batches, step.shards

@@ -32,7 +32,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -335,9 +335,8 @@ def _run(model: _Model, name: str, gap: float, time_limit_s: float | None, *, is
     if not hasattr(pulp, "HiGHS"):
         raise AutoplanError(f"pulp {pulp.__version__} has no in-process HiGHS solver: pip install 'pulp<4' highspy")
     scale = 1e4 / max(sum(abs(c) for c in model.costs), 1e-30)
-    program = pulp.LpProblem("block", pulp.LpMinimize)
-    create = getattr(program, "add_variable", pulp.LpVariable)  # older releases have the class alone
-    variables = [create(f"c{i:06d}", 0, 1, pulp.LpInteger if integer and not is_relaxed else pulp.LpContinuous) for i, integer in enumerate(model.integer)]
+    kinds = [pulp.LpInteger if integer and not is_relaxed else pulp.LpContinuous for integer in model.integer]
+    program, variables = empty_program("block", [(1, kind) for kind in kinds])
     program += pulp.LpAffineExpression([(v, c * scale) for v, c in zip(variables, model.costs, strict=True)])
     for expr, sense in model.rows:
         code = pulp.LpConstraintLE if sense == "<=" else pulp.LpConstraintEQ
@@ -384,6 +383,31 @@ def _solved(program: Any, name: str, gap: float, time_limit_s: float | None) -> 
             raise OutOfTime(f"the solver found no answer for block {name} in {time_limit_s:.2g} s: give it more time (time_limit_s)")
         told.append(f"{kind} ended with {pulp.LpStatus[program.status]!r}")
     raise AutoplanError(f"no solver has an answer for block {name}: {'; '.join(told)}")
+
+
+@cache
+def _program_class() -> type:
+    import pulp
+
+    class _Program(pulp.LpProblem):
+        """A program that knows its variables; PuLP's looks for them in every row, each time that it is asked."""
+
+        columns: list[Any]
+
+        def variables(self) -> list[Any]:
+            return self.columns
+
+    return _Program
+
+
+def empty_program(name: str, columns: Sequence[tuple[int | None, str]]) -> tuple[Any, list[Any]]:
+    """A minimisation of PuLP's without rows, and its variables from 0 to the given limit (None: without) of the given kind."""
+    import pulp
+
+    program = _program_class()(name, pulp.LpMinimize)
+    create = getattr(program, "add_variable", pulp.LpVariable)  # older releases have the class alone
+    program.columns = [create(f"c{i:06d}", 0, limit, kind) for i, (limit, kind) in enumerate(columns)]
+    return program, program.columns
 
 
 @cache

@@ -16,8 +16,8 @@ whatever the cuts. For weights l_k >= 0 with sum 1, and blocks b of known second
     T >= sum over b of min over s of sum over kinds of C[s, kind] b[kind] + x * sum over k of l_k e[k]        C = sum over k of l_k c[k]
 
 since a block adds its seconds to those of its stage. Seconds of a block of which no kind is known count as the kind that is cheapest at the
-stage. The best l for blocks of one proportion of kinds is a small linear program; it is solved for the model's own proportion, in steps of
-1/PARTS, and any l gives a bound. Paths that another one exceeds at every stage are left out of it.
+stage. The best l for blocks of one proportion of kinds is a small linear program; it is solved for the model's own proportion, rounded, and any
+l gives a bound. Paths that another one exceeds at every stage are left out of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runtime.action import Action
 
 _FORWARD, _BACKWARD, _WEIGHTS, _FIRST, _LAST, _LAST_WEIGHTS, _TAIL = range(7)
 _KINDS = {"F": (_FORWARD, _FIRST), "B": (_BACKWARD, _LAST), "BI": (_BACKWARD, _LAST), "BW": (_WEIGHTS, _LAST_WEIGHTS)}
-PARTS = 25  # of a whole, in which proportions are told
+PARTS = (8, 250)  # of a whole, in which proportions are told: first roughly, then finely
 _MOST = 20000  # entries of a linear program; beyond, paths enter and leave at the same stage alone
 
 

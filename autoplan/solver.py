@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoplan.errors import AutoplanError
-from autoplan.ilp import quiet_start
+from autoplan.ilp import empty_program, quiet_start
 
 Terms = Sequence[tuple[int, float]]  # (column, factor)
 _GAP = 1e-4
@@ -46,9 +46,7 @@ def minimise(build: Callable[[Program], None], name: str) -> tuple[tuple[float, 
     program = Program()
     build(program)
     scale = 1e4 / max(sum(abs(c) for c in program.costs), 1e-30)
-    model = pulp.LpProblem(name, pulp.LpMinimize)
-    create = getattr(model, "add_variable", pulp.LpVariable)
-    columns = [create(f"c{i:06d}", 0, 1 if binary else None, pulp.LpInteger if binary else pulp.LpContinuous) for i, binary in enumerate(program.is_binary)]
+    model, columns = empty_program(name, [(1, pulp.LpInteger) if binary else (None, pulp.LpContinuous) for binary in program.is_binary])
     model += pulp.LpAffineExpression([(v, c * scale) for v, c in zip(columns, program.costs, strict=True)])
     for terms, sense, limit in program.rows:
         added: dict[int, float] = {}
