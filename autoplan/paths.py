@@ -17,7 +17,7 @@ whatever the cuts. For weights l_k >= 0 with sum 1, and blocks b of known second
 
 since a block adds its seconds to those of its stage. Seconds of a block of which no kind is known count as the kind that is cheapest at the
 stage. The best l for blocks of one proportion of kinds is a small linear program; it is solved for the model's own proportion, rounded, and any
-l gives a bound. Paths that another one exceeds at every stage are left out of it.
+l gives a bound. Its paths are those that matter to some weighing of the stages.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from runtime.action import Action
 _FORWARD, _BACKWARD, _WEIGHTS, _FIRST, _LAST, _LAST_WEIGHTS, _TAIL = range(7)
 _KINDS = {"F": (_FORWARD, _FIRST), "B": (_BACKWARD, _LAST), "BI": (_BACKWARD, _LAST), "BW": (_WEIGHTS, _LAST_WEIGHTS)}
 PARTS = (8, 250)  # of a whole, in which proportions are told: first roughly, then finely
+_TURNS, _RATE = 300, 6.0  # of the search for paths that matter
 _MOST = 20000  # entries of a linear program; beyond, paths enter and leave at the same stage alone
 
 
@@ -46,8 +47,8 @@ def weights(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int, pro
     inside = (found[:, :, _FORWARD] + found[:, :, _FIRST], found[:, :, _BACKWARD] + found[:, :, _LAST], found[:, :, _WEIGHTS] + found[:, :, _LAST_WEIGHTS])
     any_kind = np.min(inside[: 3 if is_split(name) else 2], axis=0)
     each, first = np.unique(found @ np.array(known, dtype=float) + rest * any_kind, axis=0, return_index=True)
-    is_best = _unbeaten(each)
-    each, found, sends = each[is_best], found[first[is_best]], sends[first[is_best]]
+    tried = _responses(each)
+    each, found, sends = each[tried], found[first[tried]], sends[first[tried]]
 
     def build(program: Program) -> None:
         """least = min over s of sum of l_k each[k, s], pushed up."""
@@ -64,13 +65,19 @@ def weights(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int, pro
     return np.tensordot(shares, found, axes=1), float(shares @ sends)
 
 
-def _unbeaten(each: np.ndarray) -> np.ndarray:
-    """Which of the rows, all different, no other one is at least as large as everywhere."""
-    kept: list[int] = []
-    for k in np.argsort(-each.sum(axis=1), kind="stable").tolist():  # a row is beaten by none with a smaller sum
-        if not kept or not (each[kept] >= each[k]).all(axis=1).any():
-            kept.append(k)
-    return np.array(sorted(kept))
+def _responses(each: np.ndarray) -> np.ndarray:
+    """Rows of which a mixture has a minimum that is about as large as any's: those that answer weights of the columns best while the weights move to where
+    the answers were small (multiplicative weights, Freund and Schapire 1999, Adaptive game playing using multiplicative weights)."""
+    kept = np.zeros(len(each), dtype=bool)
+    kept[each.min(axis=1).argmax()] = True
+    log_weights = np.zeros(each.shape[1])
+    spread = max(float(each.max() - each.min()), 1e-30)
+    for turn in range(_TURNS):
+        weights = np.exp(log_weights - log_weights.max())
+        best = int((each @ weights).argmax())
+        kept[best] = True
+        log_weights -= _RATE / np.sqrt(1 + turn) * each[best] / spread
+    return np.flatnonzero(kept)
 
 
 @lru_cache(maxsize=512)
