@@ -96,8 +96,25 @@ def _batch_axis(graph: Graph) -> BatchAxis:
 def micro_batch_blocker(graph: Graph, degree: int = 2) -> str | None:
     """Why the batch cannot be cut into micro-batches, naming the operator and its source line; None if it can."""
     if graph.batch_factor is None:
-        return "the batch has one row or no common first dimension, so it cannot be divided"
+        return viewed_rows(graph) or "the batch has one row or no common first dimension, so it cannot be divided"
     return batch_axis(graph).blocker
+
+
+def viewed_rows(graph: Graph) -> str | None:
+    """Says which operator views the rows of the batch as a product, or cuts them; None where none does."""
+    rows = next((v.dims[0] for v in graph.inputs() if v.dims and len(v.dims[0]) > 1), None)
+    if rows is None:
+        return None
+    sizes = " x ".join(str(graph.factor_sizes[factor]) for factor in rows)
+    for op in graph.ops:
+        before, after = ([graph.values[name].dims for name in names if name in graph.values] for names in (op.operands, op.outputs))
+        if (
+            any(rows in dims for dims in before)
+            and not any(rows in dims for dims in after)
+            and any(rows[0] in d or rows[-1] in d for dims in after for d in dims)
+        ):
+            return f"{op.instr.target} in {op.module or 'the model'} ({op.source or 'no source line'}) takes the rows of the batch apart, as {sizes}"
+    return f"the model takes the rows of the batch apart, as {sizes}"
 
 
 def _batch_only(graph: Graph) -> frozenset[str]:

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.errors import CaptureError
 from autoplan.graph import Graph
 from runtime.call import run
+from runtime.instr import Instr
 
 # By the coarsest type that the graph computes in: a bias that is added apart rounds once more.
-_TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 5e-2, "float16": 2e-2}
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 5e-2, "float16": 2e-2}
+
+
+class _SameDraws(TorchDispatchMode):
+    """Inside, an operator that draws random numbers draws the same ones in every call of the same shape, whatever was drawn before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _as_in_torch(instr: Instr) -> Instr:
+    """The call by torch's own operator, where ours draws other random numbers."""
+    if instr.target == "runtime.dropout":
+        return replace(instr, target="aten.dropout.default", args=(*instr.args[:2], True))
+    if instr.target == "runtime.attention":
+        *common, scale, grouped = instr.args[:8]
+        return replace(instr, target="aten.scaled_dot_product_attention.default", args=tuple(common), kwargs=(("scale", scale), ("enable_gqa", grouped)))
+    return instr
 
 
 def run_graph(graph: Graph, leaves: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
@@ -22,7 +44,7 @@ def run_graph(graph: Graph, leaves: Mapping[str, torch.Tensor], device: torch.de
     env: dict[str, Any] = dict(leaves)
     env.update((name, data.to(device)) for name, data in graph.constants.items())
     for op in graph.ops:
-        run(op.instr, env, device)
+        run(_as_in_torch(op.instr), env, device)
     return env
 
 
@@ -37,18 +59,18 @@ def leaves_of(graph: Graph, model: nn.Module, inputs: Sequence[torch.Tensor]) ->
 def check_against_model(graph: Graph, model: nn.Module, call: Callable[..., Any], example: Sequence[torch.Tensor]) -> None:
     """Raise CaptureError where the graph's loss or a gradient differs from the model's, on `example` or with its rows in another order.
 
-    Models that draw random numbers are not compared: theirs differ by design. The model's gradients, buffers and the random state stay as they were.
+    Both draw the same random numbers. The model's gradients, buffers and the random state stay as they were.
     """
-    if any(op.random for op in graph.ops) or graph.loss is None:
+    if graph.loss is None:
         return
     for inputs in (tuple(example), _other(example)):
-        with _untouched(model):
-            expected = _gradients(call(*inputs)[0], graph, model)
-        with _untouched(model):
+        with untouched(model):
+            expected = _gradients(call(*(x.clone() for x in inputs))[0], graph, model)
+        with untouched(model):
             leaves = leaves_of(graph, model, inputs)
             device = next(iter(leaves.values())).device
             found = _gradients(run_graph(graph, leaves, device)[graph.loss], graph, model)
-        _compare(expected, found, max(_TOLERANCE.get(v.spec.dtype, 0.0) for v in graph.values.values()))
+        _compare(expected, found, max(TOLERANCE.get(v.spec.dtype, 0.0) for v in graph.values.values()))
 
 
 def _gradients(loss: torch.Tensor, graph: Graph, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -82,14 +104,15 @@ def _other(example: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers and random state are restored; gradients are never written."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = [(part, name, held, held.clone()) for part in model.modules() for name, held in part._buffers.items() if held is not None]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _SameDraws():
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
+                for part, name, held, content in buffers:
+                    held.copy_(content)
+                    part._buffers[name] = held

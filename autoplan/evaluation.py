@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from autoplan.errors import UnsupportedOpError
 from autoplan.graph import Graph, Op
+from runtime.call import resolve
 from runtime.instr import Instr
 
 
@@ -29,12 +30,23 @@ def _evaluated(op: Op) -> Op:
         q, k, v, mask, _, causal, scale, grouped = instr.args[:8]
         call = Instr(instr.outputs, "aten.scaled_dot_product_attention.default", (q, k, v, mask, 0.0, causal), (("scale", scale), ("enable_gqa", grouped)))
         return replace(op, instr=call, random=False)
-    if instr.target == "runtime.batch_norm":
+    if instr.target == "runtime.batch_norm" and instr.args[3] is not None:  # without running statistics it takes those of the batch
         call = Instr(instr.outputs, "runtime.batch_norm_eval", instr.args, is_sequence=True)
         loops = tuple(replace(loop, kind="map", lowering="", inner=()) if loop.kind == "inner" else loop for loop in op.loops)
         return replace(op, instr=call, loops=loops)
+    if op.random and (call := _resting(instr)) is not None:
+        return replace(op, instr=call, random=False)
     if op.random:
         raise UnsupportedOpError(
             f"{instr.target} in {op.module or 'the model'} ({op.source}) draws random numbers and has no evaluation form: evaluate the plain model instead."
         )
     return op
+
+
+def _resting(instr: Instr) -> Instr | None:
+    """The call with its argument `train` or `training` false; None where it has none."""
+    names = [argument.name for argument in resolve(instr.target)._schema.arguments]  # type: ignore[attr-defined]
+    place = next((i for i, name in enumerate(names) if name in ("train", "training")), None)
+    if place is None or place >= len(instr.args):
+        return None
+    return replace(instr, args=(*instr.args[:place], False, *instr.args[place + 1 :]))

@@ -43,6 +43,9 @@ def flops(target: str, operands: Sequence[TensorSpec], outputs: Sequence[TensorS
         num_experts = args[6]
         assert isinstance(num_experts, int)
         return 2 * rows * slots * hidden * (double + double // 2) * held // num_experts
+    if name.startswith(_RECURRENT):  # every matrix of weights meets every step of every row
+        matrices = [math.prod(spec.shape) for spec in _matrices(name, operands)]
+        return 2 * math.prod(operands[0].shape[:-1]) * sum(matrices)
     if "grouped_mm" in name:  # (rows, k) x (groups, k, n): each row meets one group
         return 2 * out * operands[0].shape[-1]
     return 0
@@ -61,8 +64,19 @@ def backward_flops(target: str, forward: int, grads: Sequence[bool]) -> int:
         return forward * sum(grads) // max(1, len(grads) - 1)
     if name == "experts":
         return forward * (bool(grads[0]) + any(grads[3:]))
+    if name.startswith(_RECURRENT):
+        return forward * (bool(grads[0]) + any(grads[1:]))
     factors = grads[1:3] if name in ("addmm", "baddbmm", "addbmm", "addmv") else grads[:2]
     return forward * sum(factors)
+
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def _matrices(name: str, operands: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+    """Weights of a recurrent layer or cell; a cell's states have two dimensions as well."""
+    states = (1 + (name == "lstm_cell")) if name.endswith("_cell") else 0
+    return [spec for spec in operands[1 + states :] if len(spec.shape) == 2]
 
 
 def _transposed(operands: Sequence[TensorSpec]) -> int:

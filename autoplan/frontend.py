@@ -7,12 +7,14 @@ gradient, on the example and on a second batch of other content.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +23,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoplan import dropped
 from autoplan.blocks import partition
+from autoplan.canonical.affine import tensors_for_numbers
 from autoplan.canonical.attention import fold_attention
 from autoplan.canonical.broadcast import delay_expansion
 from autoplan.canonical.experts import name_experts, whole_experts
-from autoplan.canonical.fold import evaluate, is_random, materialise, simplify
+from autoplan.canonical.fold import draws, evaluate, materialise, simplify
 from autoplan.canonical.functional import functionalize
 from autoplan.canonical.imported import import_program, source_of
 from autoplan.canonical.linear import unfuse
@@ -34,7 +38,9 @@ from autoplan.canonical.loss import sum_over_count
 from autoplan.canonical.tidy import tidy
 from autoplan.canonical.trace import Trace
 from autoplan.capture_check import check_against_model
+from autoplan.dropped import Drawn, Refused, nothing_dropped
 from autoplan.errors import CaptureError
+from autoplan.evaluation_check import check_operators, check_outputs
 from autoplan.factors import annotate, unknown_ops
 from autoplan.fingerprint import fingerprint
 from autoplan.flops import flops
@@ -49,6 +55,7 @@ from runtime.instr import TensorSpec, uses
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 LossFn = Callable[[Any, Any], torch.Tensor]
+_NOT_THE_USERS = (__file__, dropped.__file__, contextlib.__file__)
 _PREFIX = "module."  # of everything that the wrapper holds
 
 
@@ -83,8 +90,8 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
 
     def traced() -> Graph:
         with whole_experts(model), watched_hooks(model):
-            program = _export(wrapper, example)
-        trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX)
+            program, assigned = _export(wrapper, example)
+        trace = import_program(program, paths, _aliases(model), _trainable(model), _PREFIX, assigned)
         trace = canonical(name_experts(trace))
         graph = build(type(model).__name__, trace, wrapper.seen.loss, training, notes)
         if graph.batch_factor is not None and (means := _means_over_rows(graph)):
@@ -98,6 +105,19 @@ def capture(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, *, tr
     return with_proved_rules(graph)
 
 
+@_outside_of_meta()
+def check_evaluation(model: nn.Module, batch: Batch, graph: Graph, loss_fn: LossFn | None = None, *, precision: str | None = None) -> None:
+    """Raise UnsupportedOpError where `model` in evaluation mode is not `graph`, the evaluation form of what it does in training."""
+    _, tensors, treedef, plain = _flatten(cast_batch(batch, precision))
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    if device.type == "meta":
+        check_operators(graph, capture(model, batch, loss_fn, training=False, check=False, precision=precision))
+        return
+    wrapper = _Wrapper(model, loss_fn, treedef, plain)
+    with computing_in(model, precision), _mode(model, training=False):
+        check_outputs(graph, model, wrapper, [t.to(device) for t in tensors])
+
+
 def canonical(trace: Trace) -> Trace:
     """All passes, in order. Means over the batch other than losses are left: what carries the batch is known only in the graph."""
     trace = tidy(functionalize(trace))
@@ -105,7 +125,7 @@ def canonical(trace: Trace) -> Trace:
     trace = simplify(trace, known)
     trace = gather_rows(fold_attention(trace, known), known)
     trace = delay_expansion(materialise(trace, known))
-    return sum_over_count(unfuse(trace), frozenset())
+    return sum_over_count(tensors_for_numbers(unfuse(trace)), frozenset())
 
 
 @dataclass
@@ -129,11 +149,29 @@ class _Wrapper(nn.Module):
         rest = iter(tensors)
         leaves = [self.plain[i] if i in self.plain else next(rest) for i in range(self.treedef.num_leaves)]
         batch = pytree.tree_unflatten(leaves, self.treedef)
+        buffers = [(part, name, held) for part in self.module.modules() for name, held in part._buffers.items() if held is not None]
         output = self.module(**batch) if isinstance(batch, dict) else self.module(*batch)
         loss = loss_of(output, batch, self.loss_fn)
         self.seen.loss = loss is not None
+        if torch.compiler.is_exporting():
+            _write_assigned(self.module, buffers)
         others = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t is not loss]
         return (*([loss] if loss is not None else []), *others)
+
+
+def _write_assigned(model: nn.Module, buffers: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """What the model assigned to a buffer (`self.mean = ...`) is written into the tensor that it held before: an export loses assignments below the root."""
+    for part, name, held in buffers:
+        now = part._buffers.get(name)
+        if now is held:
+            continue
+        if now is None or (now.shape, now.dtype) != (held.shape, held.dtype):
+            path = next(f"{path}.{name}".lstrip(".") for path, module in model.named_modules() if module is part)
+            found = "nothing" if now is None else f"{tuple(now.shape)} {now.dtype}"
+            raise CaptureError(f"the model assigns {found} to its buffer {path!r} of {tuple(held.shape)} {held.dtype}: a buffer keeps its shape and type")
+        with torch.no_grad():
+            held.copy_(now)
+        part._buffers[name] = held
 
 
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor | None:
@@ -199,53 +237,37 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = flag
 
 
-class _Refused(Exception):
-    """Raised in the midst of an export, at the user's line."""
-
-
-@contextmanager
-def _no_custom_function() -> Iterator[None]:
-    """An export keeps the forward of a torch.autograd.Function and loses its backward: stop where one is applied."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__.startswith("GeneratedBackwardFor_"):  # of a torch.library operator, which the graph calls whole
-            return original.__get__(None, cls)(*args, **kwargs)
-        if cls.__name__ == "CheckpointFunction":
-            raise _Refused(
-                "re-entrant checkpointing is a custom autograd.Function, whose backward an export loses: pass use_reentrant=False, or leave it to the plan"
-            )
-        raise _Refused(f"the custom autograd.Function {cls.__name__} would lose its backward: register it as a torch.library operator with register_autograd")
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[assignment]
-
-
-def _export(wrapper: _Wrapper, example: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+def _export(wrapper: _Wrapper, example: tuple[torch.Tensor, ...]) -> tuple[torch.export.ExportedProgram, frozenset[str]]:
+    """The program, and the attributes that the model assigned and that are no buffers."""
     state = torch.get_rng_state()
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torch logs what fails; the errors below say it
     try:
         said = io.StringIO()  # torch prints the graph so far where it fails
-        with warnings.catch_warnings(), torch.enable_grad(), _no_custom_function(), redirect_stderr(said):
+        with warnings.catch_warnings(record=True) as warned, torch.enable_grad(), redirect_stderr(said):
             warnings.simplefilter("ignore")
-            program = torch.export.export(wrapper, example, strict=False)
+            warnings.filterwarnings("always", message=".*assigned during export")
+            try:
+                with nothing_dropped():
+                    program = torch.export.export(wrapper, example, strict=False)
+            except Drawn:  # perhaps by what was imported on the way
+                with nothing_dropped():
+                    program = torch.export.export(wrapper, example, strict=False)
         sys.stderr.write(said.getvalue())
-        return _static(program)
+        return _static(program), frozenset(name for warning in warned for name in re.findall(r"self\.([\w.]+)", str(warning.message)))
     except CaptureError:
         raise
     except Exception as error:
         place = _user_line(error)
         at = f"{place}: " if place else ""
-        if isinstance(error, _Refused):
+        if isinstance(error, Refused):
             raise CaptureError(f"{at}{error}") from error
         if "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or "Dynamic control flow" in str(error):
             raise CaptureError(
                 f"{at}control flow or a size depends on data, which a plan cannot follow: use torch.where or a mask instead ({_first_line(error)})"
             ) from error
+        if "fake tensor in the exported program constant's list" in str(error):
+            raise CaptureError("the model reads or writes `.data` of a tensor, which an export cannot follow: use x.detach(), or torch.no_grad()") from error
         raise CaptureError(f"{at}the model cannot be captured: {type(error).__name__}: {_first_line(error)}") from error
     finally:
         logging.disable(before)
@@ -275,7 +297,7 @@ def _user_line(error: BaseException) -> str:
     place = ""
     while seen is not None:
         for frame in traceback.extract_tb(seen.__traceback__):
-            if "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename != __file__:
+            if "/torch/" not in frame.filename and not frame.filename.startswith("<") and frame.filename not in _NOT_THE_USERS:
                 place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
         if place:
             return place
@@ -364,7 +386,7 @@ def _values_and_ops(trace: Trace) -> tuple[dict[str, Value], tuple[Op, ...]]:
                 grad = carries and _differentiable(out.spec) and not (instr.target == "runtime.batch_norm" and i > 0)
                 values[out.name] = Value(out.name, out.spec, "activation", ((),) * len(out.spec.shape), grad)
         cost = flops(instr.target, specs, tuple(o.spec for o in instr.outputs if o.spec is not None), instr.args)
-        ops.append(Op(instr, (), (), step.module, step.source, cost, kept, extra, is_random(instr.target)))
+        ops.append(Op(instr, (), (), step.module, step.source, cost, kept, extra, draws(instr)))
     return values, tuple(ops)
 
 

@@ -16,7 +16,7 @@ from autoplan.deal import data_shares
 from autoplan.errors import UsageError
 from autoplan.faults import told
 from autoplan.forecast import Forecast, Measured
-from autoplan.frontend import capture
+from autoplan.frontend import capture, check_evaluation
 from autoplan.graph import Graph
 from autoplan.hooks import Hooks
 from autoplan.lower import lower
@@ -78,7 +78,8 @@ class ParallelModel:
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
         mesh = build_mesh(plan.axes, stage_meshes=plan.stage_meshes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
         self._programs, self._alone = (
-            Programs(shape_key(batch, plan.global_batch), graph, plan, self._captured_again, is_shared=is_shared) for is_shared in (True, False)
+            Programs(shape_key(batch, plan.global_batch), graph, plan, self._captured_again, self._evaluates_so, is_shared=is_shared)
+            for is_shared in (True, False)
         )
         self._plan, self._meshes = plan, Meshes(plan, mesh)
         program = self._program(batch, plan.global_batch, "train", mesh)
@@ -95,6 +96,9 @@ class ParallelModel:
 
     def _captured_again(self, batch: Batch) -> Graph:
         return capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision)
+
+    def _evaluates_so(self, batch: Batch, graph: Graph) -> None:
+        check_evaluation(self._model, batch, graph, self._settings.loss_fn, precision=self._settings.precision)
 
     def _program(self, batch: Batch, rows: int, kind: str, mesh: Mesh) -> Program:
         """The program of this rank for a batch of `rows` rows."""

@@ -23,11 +23,14 @@ _MAX_SHAPES = 8  # captured input shapes that are kept
 class Programs:
     """Graphs, plans and programs by input shape. The first graph and plan, those that were planned for, are never dropped.
 
-    `capture` captures a batch of another shape. `is_shared`: all ranks call `find` alike, and take what the first one captures.
+    `capture` captures a batch of another shape; `check` raises where the model evaluates otherwise than its graph.
+    `is_shared`: all ranks call `find` alike, and take what the first one captures.
     """
 
-    def __init__(self, key: str, graph: Graph, plan: Plan, capture: Callable[[Batch], Graph], *, is_shared: bool) -> None:
-        self._capture, self._is_shared = capture, is_shared
+    def __init__(
+        self, key: str, graph: Graph, plan: Plan, capture: Callable[[Batch], Graph], check: Callable[[Batch, Graph], None], *, is_shared: bool
+    ) -> None:
+        self._capture, self._check, self._is_shared = capture, check, is_shared
         self._first_key = key
         self._graphs: OrderedDict[str, tuple[Graph, Plan]] = OrderedDict({key: (graph, plan)})
         self._programs: dict[tuple[str, str], Program] = {}
@@ -50,6 +53,7 @@ class Programs:
             graph, plan = self._graphs[key]
             if kind != "train":
                 graph = evaluation_graph(graph)
+                from_first_rank(lambda: self._check(with_rows(batch, rows), graph))
             programs = lower(plan, graph, rows, data_rank=mesh.axis("dp").index, outputs=kind != "train")
             self._programs[(key, kind)] = programs[mesh.axis("pp").index]
         return self._programs[(key, kind)]

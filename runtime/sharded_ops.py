@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.sharded.batch_norm import batch_norm, sync_batch_norm
+from runtime.sharded.batch_norm import batch_norm, batch_norm_eval, sync_batch_norm
 from runtime.sharded.dispatch import dispatch_experts
 from runtime.sharded.experts import experts
 from runtime.sharded.gathered import gathered_linear, gathered_mm
@@ -33,6 +33,7 @@ __all__ = [
     "adaptive_average_part",
     "attention",
     "batch_norm",
+    "batch_norm_eval",
     "conv_part",
     "conv_transpose_part",
     "dispatch_experts",

@@ -9,5 +9,6 @@ Each pass maps a `Trace` to a `Trace` that computes the same loss, gradients and
     attention   masks proved causal or empty -> is_causal or none; repeated heads -> enable_gqa
     lookup      one element of every row -> gather
     linear      biases and fused products -> product and sum; dropout -> the runtime's own
+    affine      numbers added to scalars -> constants added to them
     loss        means over the batch -> sum over count
 """

@@ -16,7 +16,7 @@ import torch
 
 from autoplan.canonical.trace import Rewriter, Step, Trace
 from runtime.call import decode, dtype_name, dtype_of, resolve, spec_of
-from runtime.instr import Arg, Ref, TensorSpec, uses
+from runtime.instr import Arg, Instr, Ref, TensorSpec, uses
 
 MAX_ELEMENTS = 1 << 28  # a larger constant is left to be computed in the step
 
@@ -51,6 +51,18 @@ def is_random(target: str) -> bool:
         return False  # with dropout it is runtime.attention
     op = resolve(target)
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws(instr: Instr) -> bool:
+    """Whether a call draws random numbers: a recurrent layer only with dropout between its layers, `rrelu` only in training."""
+    if not is_random(instr.target) or instr.target.startswith("runtime."):
+        return is_random(instr.target)
+    schema = resolve(instr.target)._schema  # type: ignore[attr-defined]
+    given = {**{a.name: a.default_value for a in schema.arguments if a.has_default_value()}}
+    given |= {**dict(zip((a.name for a in schema.arguments), instr.args, strict=False)), **dict(instr.kwargs)}
+    if given.get("train", given.get("training", True)) is False:
+        return False
+    return "num_layers" not in given or (given["num_layers"] > 1 and given["dropout"] > 0)
 
 
 def evaluate(trace: Trace) -> dict[str, torch.Tensor]:
@@ -162,7 +174,7 @@ def _simplified(rewriter: Rewriter, step: Step, known: Mapping[str, torch.Tensor
     assert spec is not None or step.instr.is_sequence
 
     def value(arg: Arg) -> bool | float | int | None:
-        return uniform(known.get(arg.name)) if isinstance(arg, Ref) else None
+        return uniform(known.get(arg.name)) if isinstance(arg, Ref) else arg if isinstance(arg, (int, float)) else None
 
     def become(arg: Arg) -> bool:
         """The step's result is `arg`, expanded; only where the type stays."""

@@ -39,11 +39,13 @@ def import_program(
     aliases: Mapping[str, tuple[str, ...]],
     trainable: frozenset[str],
     prefix: str,
+    assigned: frozenset[str] = frozenset(),
 ) -> Trace:
     """The program's steps and leaves.
 
     `input_paths` are the paths of the inputs in the batch, in order. `aliases` maps every parameter and buffer name to all names of that
-    tensor; `trainable` holds the names that require a gradient. `prefix` is cut from module paths and parameter names.
+    tensor; `trainable` holds the names that require a gradient. `prefix` is cut from module paths and parameter names. `assigned`: attributes that
+    the model assigns and that are no buffers.
     """
     leaves: dict[str, Leaf] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -84,6 +86,10 @@ def import_program(
             leaves[name] = Leaf(kind, spec, fqn in trainable, same[0], same)
             tied[same[0]] = name
         elif found.kind == InputKind.CONSTANT_TENSOR:
+            if found.target in assigned and node.users:
+                raise CaptureError(
+                    f"the model assigns its attribute {(found.target or '').removeprefix(prefix)!r} and reads it in a later step: register it as a buffer"
+                )
             data = program.constants[found.target or ""]
             if not isinstance(data, torch.Tensor) or data.is_meta:
                 raise CaptureError(
@@ -172,7 +178,10 @@ class _Importer:
             if any(isinstance(v, torch.Tensor) for v in _leaves(_fake(node))) or any(
                 isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in [_fake(node)]
             ):
-                raise CaptureError(f"{source or 'the model'}: a size or value that depends on data ({name}) cannot be part of a plan")
+                called = getattr(node.target, "__name__", name)
+                if called in ("_add_batch_dim", "_remove_batch_dim", "_wrap_for_grad", "_unwrap_for_grad", "_make_dual", "_unpack_dual"):
+                    raise CaptureError(f"{source or 'the model'}: torch.func.vmap, grad and jvp cannot be part of a plan: write the batched form ({called})")
+                raise CaptureError(f"{source or 'the model'}: a size or value that depends on data ({called}) cannot be part of a plan")
             return
         if _fake(node) is None:
             return  # assertions on metadata and sizes: the input specs are checked instead

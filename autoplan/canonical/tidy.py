@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoplan.canonical.trace import Rewriter, Step, Trace
+from autoplan.errors import CaptureError
 from runtime.call import dtype_of
 from runtime.instr import Dtype, Ref, TensorSpec
 
@@ -177,6 +178,31 @@ def _concatenate(rewriter: Rewriter, step: Step, name: str, src: str, dim: int, 
         rewriter.keep(step, "aten.cat.default", (tuple(Ref(p) for p in parts), dim), ())
 
 
+def _index_put(rewriter: Rewriter, step: Step) -> None:
+    """One number written where a mask says is a choice."""
+    (name, spec), args = _operand(rewriter, step), rewriter.args(step)
+    given, value = args[1], args[2]
+    mask = given[0] if isinstance(given, tuple) and len(given) == 1 else None
+    if not isinstance(mask, Ref) or rewriter.specs[mask.name].dtype != "bool" or (len(args) > 3 and args[3]) or not isinstance(value, Ref):
+        rewriter.keep(step)
+        return
+    held, number = rewriter.specs[mask.name], rewriter.specs[value.name]
+    if number.shape not in ((), (1,)) or number.dtype != spec.dtype or held.shape != spec.shape[: len(held.shape)]:
+        rewriter.keep(step)
+        return
+    if len(held.shape) < len(spec.shape):
+        shape = (*held.shape, *(1,) * (len(spec.shape) - len(held.shape)))
+        mask = Ref(rewriter.emit(step, "aten.reshape.default", (mask, shape), spec=TensorSpec(shape, "bool")))
+    rewriter.keep(step, "aten.where.self", (mask, value, Ref(name)), ())
+
+
+def _embedding(rewriter: Rewriter, step: Step) -> None:
+    place = 4 if step.instr.target == "aten.embedding.default" else 5
+    if len(step.instr.args) > place and step.instr.args[place]:
+        raise CaptureError(f"{step.source or step.module}: an embedding with sparse=True has sparse gradients, which a plan cannot sum: use sparse=False")
+    rewriter.keep(step)
+
+
 def _broadcast(rewriter: Rewriter, step: Step) -> None:
     """Each result is its operand, expanded."""
     for out, arg in zip(step.instr.outputs, rewriter.args(step)[0], strict=True):  # type: ignore[arg-type]
@@ -234,6 +260,10 @@ _RULES: dict[str, Callable[[Rewriter, Step], None]] = {
     "aten.slice_scatter.default": _slice_scatter,
     "aten.select_scatter.default": _select_scatter,
     "aten.broadcast_tensors.default": _broadcast,
+    "aten.index_put.default": _index_put,
+    "aten.embedding.default": _embedding,
+    "aten.embedding_bag.default": _embedding,
+    "aten.embedding_bag.padding_idx": _embedding,
     "aten.mul.Tensor": _multiply,
     "aten.div.Tensor": _multiply,
     "aten.dropout.default": _dropout,

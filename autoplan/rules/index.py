@@ -26,6 +26,27 @@ def gather(call: Call) -> Signature:
     return Signature((read, wrote), (wrote,), linear=((0,),))
 
 
+def index_put(call: Call) -> Signature | None:
+    """x with values written at x[:, i, j]: dimensions without an index, where the values have them too."""
+    given = call.args["indices"]
+    assert isinstance(given, tuple)
+    if any(call.inputs[i].dtype in ("bool", "uint8") for i in call.at["indices"]):
+        return None
+    rank, where = call.rank("self"), [k for k, item in enumerate(given) if isinstance(item, Ref)]
+    count = max(len(call.inputs[i].shape) for i in call.at["indices"])
+    kept = [k for k in range(rank) if k not in where]
+    first = where[0] if where[-1] - where[0] + 1 == len(where) else 0
+    looked: list[int | None] = [*kept]
+    looked[first:first] = [None] * count
+    shape, values = call.shape("self"), call.shape("values")
+    looked = looked[len(looked) - len(values) :]
+    shared = {k for k, n in zip(looked, values, strict=True) if k is not None and n == shape[k]}
+    read = tuple((f"d{k}",) if k in shared else OPAQUE for k in range(rank))
+    source = tuple((f"d{k}",) if k in shared else OPAQUE for k in looked)
+    indices = tuple((OPAQUE,) * len(call.inputs[i].shape) for i in call.at["indices"])
+    return Signature((read, *indices, source), (read,))
+
+
 def index_select(call: Call) -> Signature:
     shape = call.shape("self")
     dim = integer(call.args["dim"]) % max(len(shape), 1)
@@ -87,6 +108,7 @@ RULES = {
     "aten.gather": gather,
     "aten.index_select": index_select,
     "aten.index": index,
+    "aten.index_put": index_put,
     **{f"aten.{name}": scatter for name in ("scatter", "scatter_add", "scatter_reduce")},
     "aten.one_hot": one_hot,
     "aten.select_scatter": inserted,

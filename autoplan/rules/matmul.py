@@ -60,6 +60,18 @@ def grouped(call: Call) -> Signature | None:
     return Signature(reads, ((("t",), ("o",)),), frozenset("i"), frozenset({"t", "e"}), ((0,), (1,)))
 
 
+def distances(call: Call) -> Signature:
+    """cdist(a[..., m, k], b[..., n, k]) -> [..., m, n]."""
+    (a, b), lead = (spec.shape[:-2] for spec in call.inputs), call.out()[:-2]
+    batch = tuple((f"b{k}",) for k in range(len(lead)))
+    left, right = (*aligned(a, lead, "b"), ("m",), ("k",)), (*aligned(b, lead, "b"), ("n",), ("k",))
+    return Signature((left, right), ((*batch, ("m",), ("n",)),), whole=frozenset("k"))
+
+
+def bilinear(call: Call) -> Signature:
+    return sign(call, "b* i, b* j, o i j, o -> b* o" if call.has("bias") else "b* i, b* j, o i j -> b* o", whole="i j")
+
+
 def outer(call: Call) -> Signature:
     return sign(call, "m, n -> m n", linear=((0,), (1,)))
 
@@ -69,6 +81,8 @@ RULES = {
     **{f"aten.{name}": matmul for name in ("matmul", "mm", "bmm", "mv", "dot")},
     **{f"aten.{name}": added for name in ("addmm", "baddbmm", "addmv")},
     "aten.einsum": einsum,
+    "aten.cdist": distances,
+    "aten.bilinear": bilinear,
     "aten.outer": outer,
     "aten._grouped_mm": grouped,
     "transformers.grouped_mm_fallback": grouped,

@@ -70,7 +70,7 @@ _UNTAGGED = """
     __and__ __or__ __xor__ where.self where.ScalarOther where.ScalarSelf where.Scalar floor_divide true_divide multiply subtract divide greater
     greater_equal less less_equal not_equal square absolute negative clip isfinite isnan isinf isreal float_power relu6 selu celu hardtanh
     hardswish hardsigmoid log_sigmoid softplus mish threshold max.other min.other rsub fix broadcast_tensors logical_and logical_or logical_not
-    logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor masked_fill softshrink hardshrink nan_to_num fill
+    logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor masked_fill softshrink hardshrink nan_to_num fill complex polar
 """.split()  # noqa: SIM905
 _COPIES = ("to", "_to_copy", "detach", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "clone")
 

@@ -98,7 +98,7 @@ def differences(call: Call) -> Signature:
 
 _COUPLED = ("amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "logsumexp", "prod")
 
-_ALONG = ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "logcumsumexp")
+_ALONG = ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "logcumsumexp", "cummax", "cummin")
 
 RULES = {
     "aten.sum": total,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoplan.errors import UsageError
-from autoplan.rules import attention, conv, create, experts, fourier, index, loss, matmul, norm, pointwise, reduce, shape
+from autoplan.rules import attention, conv, create, experts, fourier, index, loss, matmul, norm, pointwise, recurrent, reduce, shape
 from autoplan.rules.signature import OPAQUE, Call, Signature, bind, lengths, parse, sign
 from runtime.call import resolve
 from runtime.instr import Instr, TensorSpec, uses
@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, Rule] = {
     **matmul.RULES,
     **norm.RULES,
     **pointwise.RULES,
+    **recurrent.RULES,
     **reduce.RULES,
     **shape.RULES,
 }

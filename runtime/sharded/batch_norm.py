@@ -51,6 +51,19 @@ def batch_norm(
     return y, new_mean, new_var
 
 
+def batch_norm_eval(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float | None,
+    eps: float,
+) -> Stats:
+    """`batch_norm` in evaluation: by the running statistics, which stay."""
+    return F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps), running_mean, running_var
+
+
 def sync_batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -19,6 +19,7 @@ from tests.dist.parity import loss_of, relative_errors
 from tests.hard import HARD
 from tests.harder import HARDER
 from tests.hardest import HARDEST
+from tests.odd import ODD
 from tests.plans import manual_plan, random_splits
 
 
@@ -72,7 +73,7 @@ def _plan(item: Try, graph: Graph) -> Plan:
 
 
 def _attempt(item: Try, graphs: dict[str, Graph]) -> Found:
-    model, batch = (HARD | HARDER | HARDEST)[item.model]()
+    model, batch = (HARD | HARDER | HARDEST | ODD)[item.model]()
     true = copy.deepcopy(model)
     if item.model not in graphs:
         graphs[item.model] = capture(model, batch)

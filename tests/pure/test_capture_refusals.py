@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autoplan.errors import CaptureError
 from autoplan.frontend import capture
@@ -41,7 +43,60 @@ def custom(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointed(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.utils.checkpoint.checkpoint(self.a, x.requires_grad_(), use_reentrant=True).sum()
+    return checkpoint(self.a, x.requires_grad_(), use_reentrant=True).sum()
+
+
+def hooked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.nn.functional.dropout(self.a(x), 0.5)
+    y.register_hook(lambda grad: 2 * grad)
+    return y.sum()
+
+
+def differentiated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x.requires_grad_())
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().sum()
+
+
+def saved_otherwise(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: 2 * t):
+        return self.a(x).tanh().sum()
+
+
+def packed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.full((len(x),), 2)
+    return nn.utils.rnn.pack_padded_sequence(self.a(x)[:, :, None], lengths, batch_first=True).data.sum()
+
+
+def drawn(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(x).sum() * random.random()
+
+
+def mapped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(self.a)(x).sum()
+
+
+def data_read(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    return (y * y.data).sum()
+
+
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return torch.nn.functional.dropout(self.a(x), 0.5).sum() * self.calls
+
+
+def remembers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen = self.seen + 1
+    return self.a(x).sum() * self.seen
+
+
+def grows(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.bank = torch.cat([self.bank, x])
+    return self.a(self.bank).sum()
+
+
+def looks_up(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(x.long().abs().clamp(max=3), self.a.weight, sparse=True).sum()
 
 
 def writes_parameter(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -72,6 +127,31 @@ def test_what_cannot_be_captured_is_refused_at_the_users_line(forward: Any, reas
     assert f"test_capture_refusals.py:{forward.__code__.co_firstlineno + 1}" in str(found.value) or any(
         f"test_capture_refusals.py:{forward.__code__.co_firstlineno + i}" in str(found.value) for i in range(2, 6)
     )
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (hooked, "a hook on a tensor would not run"),
+        (differentiated, "torch.autograd.grad inside the forward pass"),
+        (saved_otherwise, "hooks on what autograd saves would not run"),
+        (packed, "a packed sequence has sizes that depend on data"),
+        (drawn, "draws Python's or numpy's random numbers"),
+        (mapped, "torch.func.vmap"),
+        (data_read, "`.data` of a tensor"),
+        (counts, "the captured graph is not the model: its loss"),
+        (remembers, "assigns its attribute 'seen'"),
+        (grows, "assigns (8, 4) torch.float64 to its buffer 'bank' of (2, 4)"),
+        (looks_up, "sparse=False"),
+    ],
+)
+def test_what_a_graph_would_lose_is_refused(forward: Any, reason: str) -> None:
+    model = net(forward, a=linear())
+    model.seen = torch.zeros(())
+    model.register_buffer("bank", torch.zeros(2, 4, dtype=torch.float64))
+    with pytest.raises(CaptureError) as found:
+        capture(model, (X,))
+    assert reason in str(found.value)
 
 
 def test_hooks_wrappers_and_a_surrounding_autocast_are_refused() -> None:

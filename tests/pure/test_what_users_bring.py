@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a hook before that records": (lambda: hooked(lambda module, args: None, before=True), "forward hook of first"),
     "a backward hook": (lambda: changed(lambda m: m.first.register_full_backward_hook(lambda *_: None)), "module 'first' has backward hooks"),
     "a parameter's hook": (lambda: changed(lambda m: m.first.weight.register_hook(lambda g: g * 2)), "parameter 'first.weight' has gradient hooks"),
-    "an activation's hook": (lambda: Brought(lambda second, h: (h.register_hook(lambda g: g * 2), second(h))[1]), "its gradient of 'first.weight' is"),
+    "an activation's hook": (lambda: Brought(lambda second, h: (h.register_hook(lambda g: g * 2), second(h))[1]), "a hook on a tensor would not run"),
     "a custom Function": (lambda: Brought(lambda second, h: second(Triples.apply(h))), "the custom autograd.Function Triples would lose its backward"),
     "re-entrant checkpointing": (lambda: Brought(lambda second, h: checkpoint(second, h, use_reentrant=True)), "use_reentrant=False"),  # type: ignore[arg-type]
     "dynamic quantisation": (lambda: torch.ao.quantization.quantize_dynamic(Brought(), {nn.Linear}), "module 'first' is quantised"),
