@@ -9,12 +9,13 @@ import torch
 
 from runtime.action import Schedule
 from runtime.bodies import compile_bodies
-from runtime.compile import Compiled, compile_block
 from runtime.mesh import Mesh
 from runtime.module import CompiledBody
+from runtime.preamble import Preamble, make_preamble
 from runtime.program import MicroBatch, Program, StageCode
 from runtime.schedule import schedule
 from runtime.storage import Dense, Storage, constants
+from runtime.traffic import sums_are_everywhere
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +26,10 @@ class Code:
     stages: dict[int, StageCode]
     storages: dict[int, Storage]
     bodies: dict[tuple[int, int], CompiledBody]
-    preamble: Compiled | None
+    preamble: Preamble | None
     constants: dict[str, torch.Tensor]
     actions: Schedule
+    has_all_sums: bool  # every rank holds the complete sum of every gradient after a step
 
     def micro_batches(self, mesh: Mesh) -> tuple[MicroBatch, ...]:
         return self.program.micro_batches[mesh.axis("dp").index]
@@ -51,9 +53,10 @@ def make_ready(program: Program, storages: Mapping[int, Storage], mesh: Mesh, de
         {stage.index: stage for stage in program.stages},
         dict(storages),
         bodies,
-        compile_block(program.preamble, mesh) if program.preamble else None,
+        make_preamble(program.preamble, mesh) if program.preamble else None,
         known,
         actions if program.micro_batches[mesh.axis("dp").index] else ((),) * len(actions),
+        sums_are_everywhere(program),
     )
 
 

@@ -19,7 +19,7 @@ from runtime.batch import gather_rows, gather_rows_for_all
 from runtime.carry import restored, written
 from runtime.code import Code, make_ready
 from runtime.errors import ScheduleError
-from runtime.finite import not_finite, suspicion
+from runtime.finite import not_finite, not_finite_anywhere, suspicion
 from runtime.mesh import Mesh
 from runtime.norm import clip_grad_norm
 from runtime.paced import Pace, Pacer, clock_of, paced
@@ -38,7 +38,7 @@ from runtime.storage import Dense, Resident, Storage, materialise
 from runtime.stripes import reduces_itself
 from runtime.tied import sum_tied
 from runtime.traffic import is_split_backward, with_gradients
-from runtime.verdict import guarded, told, warn_of_skipped
+from runtime.verdict import Telling, guarded, warn_of_skipped
 from runtime.workers import Worker
 
 _MAX_CODES = 16  # programs that are kept ready
@@ -163,13 +163,21 @@ class Executor:
             kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
             for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
                 resident.tensor.grad = None
-            run.run()
+            early: list[Telling] = []
+
+            def tell_loss() -> None:
+                """Beside the backward passes, where nothing that they give has to be told."""
+                if self.code.has_all_sums:
+                    with self.mesh.recorder.action("reduce", "reduce"):
+                        early.append(self._tell(run, None))
+
+            run.run(tell_loss)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
                 self._reshard()
                 grads = self._completed()
-                loss, is_suspect = self._told(run, suspicion(grads.values(), self.mesh.device))
-                faults = not_finite(((r.stored.fqn, grad) for r, grad in grads.items()), self._at) if is_suspect else ()
-                self._finish(run, kept_grads, grads, loss, faults)
+                suspicious = suspicion(grads.values(), self.mesh.device)
+                loss, is_suspect = (early[0] if early else self._tell(run, suspicious)).result(suspicious)
+                self._finish(run, kept_grads, grads, loss, self._faults(grads) if is_suspect else ())
             self.num_steps += 1
             guard.is_new, guard.patience_s = False, max(guard.patience_s, 5 * (time.monotonic() - start_s))
             self.mesh.recorder.phase = "between steps"
@@ -180,8 +188,13 @@ class Executor:
         """Whether this rank has no micro-batches: it serves parameters and computes nothing."""
         return not self.code.micro_batches(self._at)
 
-    def _told(self, run: Run, suspicious: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        return told(self.program.stages, self._at, run.loss, suspicious, self.program.first_worker)
+    def _tell(self, run: Run, suspicious: torch.Tensor | None) -> Telling:
+        return Telling(self.program.stages, self._at, run.loss, suspicious, self.program.first_worker)
+
+    def _faults(self, grads: dict[Resident, torch.Tensor]) -> tuple[str, ...]:
+        """Names of parameters whose gradient is not finite, the same on every rank."""
+        named = ((r.stored.fqn, grad) for r, grad in grads.items())
+        return not_finite(named) if self.code.has_all_sums else not_finite_anywhere(named, self._at)
 
     def _compiling(self) -> AbstractContextManager[None]:
         """The first step with torch.compile waits for the compiler, a process of its own: whoever is in it is not stuck."""
@@ -343,7 +356,7 @@ class Executor:
         with guarded(self.mesh):
             run = self._forward(batch)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
-                return self._told(run, torch.zeros((), dtype=torch.float64, device=self.mesh.device))[0]
+                return self._tell(run, None).result()[0]
 
     def predict(self, batch: Any) -> dict[str, torch.Tensor]:
         """The model's outputs by value name, on ranks whose stages hold them (rows of all data ranks in order); empty on others."""

@@ -2,6 +2,7 @@
 
 Every rank adds up its own gradients and tells by a number, together with the loss, whether the sum is finite. Only where one
 is not, each looks at its tensors one by one (a sum can overflow though its terms are finite) and tells all which are at fault.
+Where every rank holds the complete sum of every gradient, bit for bit the same, each finds out alone what all find out.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ def suspicion(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tens
     return (~torch.isfinite(torch.stack(totals).sum())).double() if totals else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def not_finite(grads: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> tuple[str, ...]:
-    """Names of parameters, anywhere in the job, whose gradient is not finite; `grads` by name. All ranks call it."""
-    own = [name for name, grad in grads if not bool(torch.isfinite(grad).all())]
-    return tuple(sorted({name for names in everyone(mesh.world, own) for name in names}))
+def not_finite(grads: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
+    """Names of the parameters whose gradient here is not finite; `grads` by name."""
+    return tuple(sorted({name for name, grad in grads if not bool(torch.isfinite(grad).all())}))
+
+
+def not_finite_anywhere(grads: Iterable[tuple[str, torch.Tensor]], mesh: Mesh) -> tuple[str, ...]:
+    """Likewise, of all ranks of the job. All of them call it."""
+    return tuple(sorted({name for names in everyone(mesh.world, not_finite(grads)) for name in names}))
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from runtime.guard import PATIENCE_S, Guard, default_store
+from runtime.meeting import joined, own_part
 from runtime.record import CpuClock, CudaClock, Recorder
 
 
@@ -94,7 +95,12 @@ def init_process_group(device: torch.device, timeout_s: float) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world_size = joined(timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def build_mesh(
@@ -124,7 +130,8 @@ def build_mesh(
         text = " | ".join(" x ".join(f"{name} {size}" for name, size in mesh) for mesh in stage_meshes or (axes,))
         raise ValueError(f"the mesh {text} needs {wanted} ranks, this job has {world_size}: start as many with torchrun --nproc-per-node")
     recorder = recorder or Recorder(clock=CudaClock() if device.type == "cuda" else CpuClock())
-    guard = Guard(default_store(), world_size, rank, recorder, patience_s)
+    store = default_store()
+    guard = Guard(own_part(store, device) if store is not None else None, world_size, rank, recorder, patience_s)
     alone = Axis("dp", 1, 0, (rank,), None, recorder, timeout_s, guard, device)
     if stage_meshes:
         assert zero_group is None, "a ZeRO group is part of one mesh"

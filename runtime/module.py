@@ -18,6 +18,7 @@ from runtime.collective import share
 from runtime.compile import Compiled
 from runtime.master import Copies
 from runtime.mesh import Axis
+from runtime.preamble import Coming
 from runtime.program import BlockCode, Stored
 from runtime.random import bound
 from runtime.record import Recorder, is_profiled, profiled
@@ -145,18 +146,23 @@ class CompiledBody:
     keep: tuple[str, ...]
     constants: Values
 
-    def __call__(self, inputs: Values) -> dict[str, torch.Tensor]:
+    def __call__(self, inputs: Mapping[str, torch.Tensor | Coming]) -> dict[str, torch.Tensor]:
+        """The values of `keep`. What of the inputs is on its way is waited for by the block that reads it."""
         return self.module(self._run, inputs, self.constants)
 
-    def _run(self, inputs: Values, stored: Values) -> dict[str, torch.Tensor]:
+    def _run(self, inputs: Mapping[str, torch.Tensor | Coming], stored: Values) -> dict[str, torch.Tensor]:
         env = dict(inputs)
         for step in self.steps:
-            read = {name: env[name] for name in step.code.inputs}
+            read = {name: _arrived(env[name]) for name in step.code.inputs}
             shared = {name: stored[name] for name in step.code.stored if name in stored}
             env.update(step.holder(_block_function(step), read, shared))
             for name in step.dead:
                 env.pop(name, None)
-        return {name: env[name] for name in self.keep}
+        return {name: _arrived(env[name]) for name in self.keep}
+
+
+def _arrived(value: torch.Tensor | Coming) -> torch.Tensor:
+    return value.arrived() if isinstance(value, Coming) else value
 
 
 def _block_function(step: Step) -> Function:

@@ -24,6 +24,7 @@ from runtime.master import master_of
 from runtime.maxplus import Span, Together, together
 from runtime.mesh import Mesh, plane_axis
 from runtime.paceclock import Links, PacedClock
+from runtime.preamble import Preamble, make_preamble
 from runtime.program import BlockCode, Program
 from runtime.selective import keeps
 from runtime.split import WeightGrads
@@ -82,7 +83,8 @@ def paced(code: Code, pace: Pace, mesh: Mesh) -> Code:
     for key, body in code.bodies.items():
         bodies[key] = replace(body, steps=tuple(replace(step, compiled=next(met)) for step in body.steps))
     preamble = _preamble(code.program, pace, mesh)
-    return replace(code, bodies=bodies, preamble=None if preamble is None else _met([preamble], mesh)[0])
+    at_once = None if preamble is None else replace(preamble[0], head=_met([preamble[1]], mesh)[0])
+    return replace(code, bodies=bodies, preamble=at_once, has_all_sums=False)  # what ranks tell each other meets their clocks at the end
 
 
 def _check(program: Program) -> None:
@@ -105,12 +107,13 @@ def _pace_of(pace: Pace, stage: int, rows: int, code: BlockCode) -> BlockPace:
     return found
 
 
-def _preamble(program: Program, pace: Pace, mesh: Mesh) -> Any:
+def _preamble(program: Program, pace: Pace, mesh: Mesh) -> tuple[Preamble, _PacedBlock] | None:
     if program.preamble is None:
         return None
     specs = {feed.name: feed.spec for feed in program.preamble_feeds}
     specs.update((o.name, o.spec) for instr in program.preamble.instrs for o in instr.outputs if o.spec is not None)
-    return _block(program.preamble, _pace_of(pace, -1, 0, program.preamble), specs, Flow(frozenset(), frozenset()), mesh, None)
+    block = _block(program.preamble, _pace_of(pace, -1, 0, program.preamble), specs, Flow(frozenset(), frozenset()), mesh, None)
+    return make_preamble(program.preamble, mesh, is_paced=True), block
 
 
 # -- one block ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from runtime.batch import first_row, read
 from runtime.call import dtype_of
 from runtime.code import Code
 from runtime.mesh import Mesh
+from runtime.preamble import Coming
 from runtime.program import MicroBatch, StageCode, Transfer
 from runtime.random import RandomState, use_state
 from runtime.split import Later, add
@@ -43,7 +44,7 @@ class Run:
     predictions: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _later: dict[tuple[int, int], list[Later]] = field(default_factory=dict)
-    _shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    _shared: dict[str, Coming] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         program = self.code.program
@@ -55,11 +56,15 @@ class Run:
         self._post = Post(self.mesh, program.stage_ranks, self._transfers, self.code.actions, program.meshes)
         self._last_backward = {a.stage: a for a in self.code.actions[self.mesh.axis("pp").index] if a.kind in ("B", "BI")}
 
-    def run(self) -> None:
-        """All actions of this rank. One without micro-batches has none, and adds nothing to what the preamble counts."""
+    def run(self, after_forwards: Callable[[], None] = lambda: None) -> None:
+        """All actions of this rank; `after_forwards` is called once the last of its forward passes is over. One without micro-batches has none,
+        and adds nothing to what the preamble counts."""
         own = self.code.actions[self.mesh.axis("pp").index]
+        last = max((number for number, action in enumerate(own) if action.kind == "F"), default=-1)
         self._run_preamble()
-        for action, following in zip_longest(own, own[1:]):
+        if last < 0:
+            after_forwards()
+        for number, (action, following) in enumerate(zip_longest(own, own[1:])):
             if following is not None:
                 for message in self._awaited(following):
                     self._post.post(message)
@@ -69,7 +74,11 @@ class Run:
                 self._backward_weights(action)
             else:
                 self._backward(action)
+            if number == last:
+                after_forwards()
         self._post.finish()
+        for value in self._shared.values():
+            value.arrived()
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -83,7 +92,7 @@ class Run:
         feeds = {feed.name: read(self.batch, feed, start, stop, self.mesh.device) for feed in program.preamble_feeds}
         with self.mesh.recorder.action("preamble", "forward"), torch.no_grad():
             args = [feeds[name] for name in program.preamble.inputs] + [self._at_rest(name) for name in program.preamble.stored]
-            self._shared.update(zip(program.preamble.outputs, self.code.preamble(*args), strict=True))
+            self._shared.update(self.code.preamble.begin(*args))
 
     def _at_rest(self, name: str) -> torch.Tensor:
         """What the preamble reads: a constant, or a buffer of one of this rank's stages in the dtype that it is read in."""

@@ -225,6 +225,13 @@ def with_gradients(program: Program) -> frozenset[tuple[int, str]]:
     return frozenset((index, stored.name) for index, stored in trained(program))
 
 
+def sums_are_everywhere(program: Program) -> bool:
+    """Whether a step leaves the complete sum of every gradient on every rank: data ranks alone, that hold whole states and sum everything."""
+    only_data = not program.meshes and all(size == 1 for axis, size in program.axes if axis != "dp")
+    is_plain = sharding(program) == 1 and program.sync == "allreduce" and not reduces_itself(program)
+    return only_data and is_plain and (dict(program.axes).get("dp", 1) == 1 or all("dp" in stored.partial for stored in _grads(program)))
+
+
 def _grads(program: Program) -> list[Stored]:
     return [stored for _, stored in trained(program)]
 
