@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from autoplan.errors import UsageError
@@ -18,7 +20,7 @@ class Hooks:
         ]
         self._names, self._tables = [name for name, _ in modules], [table for _, table in modules]
         self._counts = [len(table) for table in self._tables]
-        self._parameters = list(model.named_parameters())
+        self._parameters = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]  # the caller may let go of the model
 
     def refuse_new(self) -> None:
         """Raise UsageError, naming the module or parameter, for a hook that was registered since."""
@@ -26,8 +28,9 @@ class Hooks:
         found = None
         if counts != self._counts:
             found = next((name for name, now, then in zip(self._names, counts, self._counts, strict=True) if now > then), None)
+        alive = ((name, parameter()) for name, parameter in self._parameters)
         found = found or next(
-            (f"parameter {name!r}" for name, p in self._parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)), None
+            (f"parameter {name!r}" for name, p in alive if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))), None
         )
         if found is not None:
             raise UsageError(

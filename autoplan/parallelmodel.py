@@ -16,7 +16,7 @@ from autoplan.deal import data_shares
 from autoplan.errors import UsageError
 from autoplan.faults import told
 from autoplan.forecast import Forecast, Measured
-from autoplan.frontend import capture, check_evaluation
+from autoplan.frontend import capture
 from autoplan.graph import Graph
 from autoplan.hooks import Hooks
 from autoplan.lower import lower
@@ -34,6 +34,7 @@ from autoplan.settings import Settings, plan_for, world_size
 from autoplan.shapes import num_rows, shape_key
 from autoplan.share import Share, check_data, share_of
 from autoplan.simulate import forecast
+from autoplan.skeleton import Outdated, Skeleton
 from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder, dense_source, dense_state, without_values
 from costmodel.detect import detect
@@ -67,38 +68,33 @@ class ParallelModel:
         """Capture, plan and place the model's tensors for batches like `batch`. Done once; later calls change nothing."""
         if self._executor is not None:
             return
-        refuse(self._model)
-        share_weights(self._model)
-        precision = self._settings.precision
-        graph = from_first_rank(lambda: capture(self._model, batch, self._settings.loss_fn, precision=precision))
-        plan = plan_for(graph, self._settings, lambda: capture(self._model, batch, self._settings.loss_fn, check=False))
+        given, precision = self._model, self._settings.precision
+        refuse(given)
+        share_weights(given)
+        skeleton = Skeleton(given, self._settings)
+        graph = from_first_rank(lambda: capture(given, batch, self._settings.loss_fn, precision=precision))
+        plan = plan_for(graph, self._settings, lambda: capture(given, batch, self._settings.loss_fn, check=False))
         check_plan(plan, graph, world_size())
         graph = arranged(graph, plan)
         batch = cast_batch(batch, precision)
         patience_s = self._settings.timeout_s or max(PATIENCE_S, 5 * plan.forecast.step_time_s)
         mesh = build_mesh(plan.axes, stage_meshes=plan.stage_meshes, zero_group=plan.zero_group, device=self._settings.device, patience_s=patience_s)
         self._programs, self._alone = (
-            Programs(shape_key(batch, plan.global_batch), graph, plan, self._captured_again, self._evaluates_so, is_shared=is_shared)
-            for is_shared in (True, False)
+            Programs(shape_key(batch, plan.global_batch), graph, plan, skeleton.capture, skeleton.check, is_shared=is_shared) for is_shared in (True, False)
         )
         self._plan, self._meshes = plan, Meshes(plan, mesh)
         program = self._program(batch, plan.global_batch, "train", mesh)
-        dense = dense_source(self._model, graph)
-        scale = LossScale() if precision == "fp16" else None
-        self._calls, self._hooks = Calls(mesh), Hooks(self._model)
+        self._calls, scale = Calls(mesh), LossScale() if precision == "fp16" else None
         with told():
-            self._executor = self._made(program, mesh, dense, (graph, plan), self._settings.seed, scale)
+            self._executor = self._made(program, mesh, dense_source(given, graph), (graph, plan), self._settings.seed, scale)
+        self._model = skeleton.module  # the weights are the caller's
+        given.register_forward_pre_hook(Outdated(self))
+        self._hooks = Hooks(given)
         protect(self._executor.trainable, only_one_bit_adam=program.compression == "1bit-adam" and self._executor.reducer is not None)
 
     def _made(self, program: Program, mesh: Mesh, dense: Dense, of: tuple[Graph, Plan], seed: int, scale: LossScale | None) -> Executor:
         pacer = pacer_of(self._settings.cluster, of[1], of[0], mesh.rank)
         return Executor(program, mesh, dense, seed, random_by_element=True, loss_scale=scale, backend=self._settings.compile_backend, pacer=pacer)
-
-    def _captured_again(self, batch: Batch) -> Graph:
-        return capture(self._model, batch, self._settings.loss_fn, check=False, precision=self._settings.precision)
-
-    def _evaluates_so(self, batch: Batch, graph: Graph) -> None:
-        check_evaluation(self._model, batch, graph, self._settings.loss_fn, precision=self._settings.precision)
 
     def _program(self, batch: Batch, rows: int, kind: str, mesh: Mesh) -> Program:
         """The program of this rank for a batch of `rows` rows."""

@@ -65,13 +65,15 @@ def refuse_without_loss(model: nn.Module, graph: Graph) -> None:
 @contextmanager
 def watched_hooks(model: nn.Module) -> Iterator[None]:
     """Inside, the model is called once. Raises CaptureError for a forward hook that did nothing to the values: what else it does (it
-    records, prints, counts) would not run in a step. Hooks of torch itself, which set weights, are trusted."""
+    records, prints, counts) would not run in a step. Hooks of torch itself, which set weights, are trusted, and those of this package."""
     idle: dict[str, bool] = {}
     kept: list[tuple[Any, Any, Any]] = []
     for name, module in model.named_modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in hooks.items():
-                if not type(hook).__module__.startswith("torch.") and not getattr(hook, "__module__", "").startswith(("torch.", "transformers.")):
+                if not type(hook).__module__.startswith(("torch.", "autoplan.")) and not getattr(hook, "__module__", "").startswith(
+                    ("torch.", "transformers.")
+                ):
                     kept.append((hooks, key, hook))
                     hooks[key] = _watched(hook, f"{name or 'the model'}: {getattr(hook, '__qualname__', type(hook).__name__)}", idle)
     try:

@@ -145,6 +145,10 @@ class Executor:
         """The parameters that get a gradient, in the order of the program."""
         return tuple(r for r in self.residents if r.stored.kind == "parameter" and r.stored.requires_grad)
 
+    def versions(self) -> tuple[int, ...]:
+        """How often each parameter here was written to: other numbers where one has changed."""
+        return tuple(r.local()._version for r in self.residents if r.stored.kind == "parameter")
+
     def zero_grad(self) -> None:
         for resident in self.trainable:
             resident.tensor.grad = None
@@ -163,15 +167,8 @@ class Executor:
             kept_grads = [(r, r.tensor.grad) for r in self.trainable if r.tensor.grad is not None]
             for resident, _ in kept_grads:  # partial sums of this step must not mix with complete gradients of earlier ones
                 resident.tensor.grad = None
-            early: list[Telling] = []
-
-            def tell_loss() -> None:
-                """Beside the backward passes, where nothing that they give has to be told."""
-                if self.code.has_all_sums:
-                    with self.mesh.recorder.action("reduce", "reduce"):
-                        early.append(self._tell(run, None))
-
-            run.run(tell_loss)
+            early: list[Telling] = []  # beside the backward passes, where nothing that they give has to be told
+            run.run(lambda: early.append(self._tell_early(run)) if self.code.has_all_sums else None)
             with self.mesh.recorder.action("reduce", "reduce"), torch.no_grad():
                 self._reshard()
                 grads = self._completed()
@@ -190,6 +187,10 @@ class Executor:
 
     def _tell(self, run: Run, suspicious: torch.Tensor | None) -> Telling:
         return Telling(self.program.stages, self._at, run.loss, suspicious, self.program.first_worker)
+
+    def _tell_early(self, run: Run) -> Telling:
+        with self.mesh.recorder.action("reduce", "reduce"):
+            return self._tell(run, None)
 
     def _faults(self, grads: dict[Resident, torch.Tensor]) -> tuple[str, ...]:
         """Names of parameters whose gradient is not finite, the same on every rank."""
