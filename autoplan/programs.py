@@ -8,7 +8,6 @@ from collections.abc import Callable
 from autoplan.agreement import from_first_rank
 from autoplan.api import Batch
 from autoplan.arrange import arranged
-from autoplan.errors import CaptureError
 from autoplan.evaluation import evaluation_graph
 from autoplan.graph import Graph
 from autoplan.lower import lower
@@ -64,9 +63,6 @@ class Programs:
         computes from its sizes (a mean written as sum / x.shape[0]) are right only for the shape that they were captured with."""
         first_graph, plan = self.first
         graph = from_first_rank(lambda: self._capture(batch)) if self._is_shared else self._capture(batch)
-        others = sorted({v.fqn for v in graph.parameters()} ^ {v.fqn for v in first_graph.parameters()})
-        if others:
-            raise CaptureError(f"for inputs of this shape the model uses other parameters than for the first one: {', '.join(others[:5])}")
         self._graphs[key] = (arranged(graph, plan), retarget(plan, first_graph, graph))
         if len(self._graphs) > _MAX_SHAPES:
             oldest = list(self._graphs)[1]

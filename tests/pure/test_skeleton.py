@@ -77,14 +77,3 @@ def test_a_model_that_cannot_be_copied_is_kept() -> None:
     model.lock = threading.Lock()  # type: ignore[assignment]
     pm = given(model)
     assert pm.forward_backward(batch(6)).item() == pytest.approx(plain(**batch(6)).item(), rel=1e-6)
-
-
-class Long(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)).square().mean() if x.shape[1] < 6 else (x * self.first.weight[0]).square().mean()
-
-
-def test_a_shape_for_which_the_model_uses_other_parameters_is_refused_by_name() -> None:
-    pm = given(Long())
-    with pytest.raises(autoplan.CaptureError, match=r"other parameters.*first\.bias"):
-        pm.forward_backward(batch(6))
