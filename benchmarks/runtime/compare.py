@@ -10,8 +10,8 @@
     a result      counts where the control's interval contains 1 and is narrower than 1.5 %
 
 `--memory` compares instead the peak of what one step holds: parameters, gradients and optimizer state plus the largest sum of
-what torch allocates during the step. Ours twice: with the model that was given, which keeps its own weights besides those of the plan
-as long as the caller does not let go of them, and with one on the meta device, whose weights each rank loads.
+what torch allocates during the step. Ours twice: with a model that has weights, which its caller lets go of afterwards, and with one on the
+meta device, whose weights each rank loads.
 """
 
 from __future__ import annotations
