@@ -34,7 +34,7 @@ from autoplan.settings import Settings, plan_for, world_size
 from autoplan.shapes import num_rows, shape_key
 from autoplan.share import Share, check_data, share_of
 from autoplan.simulate import forecast
-from autoplan.skeleton import Outdated, Skeleton
+from autoplan.skeleton import Skeleton
 from autoplan.timeline import joined, measured, rank_events
 from autoplan.weights import SafetensorsFolder, dense_source, dense_state, without_values
 from costmodel.detect import detect
@@ -88,7 +88,7 @@ class ParallelModel:
         with told():
             self._executor = self._made(program, mesh, dense_source(given, graph), (graph, plan), self._settings.seed, scale)
         self._model = skeleton.module  # the weights are the caller's
-        given.register_forward_pre_hook(Outdated(self))
+        skeleton.watch(self)
         self._hooks = Hooks(given)
         protect(self._executor.trainable, only_one_bit_adam=program.compression == "1bit-adam" and self._executor.reducer is not None)
 

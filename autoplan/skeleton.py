@@ -34,7 +34,7 @@ class Skeleton:
     """A model's modules, their parameters on the meta device; buffers and other tensors are those of the model."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self._settings, self._given = settings, weakref.ref(model)
+        self._settings, self._given, self._outdated = settings, weakref.ref(model), Outdated()
         self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
         memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()}
         memo.update((id(buffer), buffer) for buffer in model.buffers())
@@ -42,6 +42,13 @@ class Skeleton:
             self.module = copy.deepcopy(model, memo)
         except Exception:  # of the model's own code: whatever it holds that has no copy
             self.module = model
+
+    def watch(self, of: HasExecutor) -> None:
+        """Warn where the model that was given is called when `of` has trained."""
+        given = self._given()
+        assert given is not None
+        self._outdated = Outdated(of)
+        given.register_forward_pre_hook(self._outdated)
 
     def capture(self, batch: Batch) -> Graph:
         """The graph for a batch of another shape."""
@@ -58,7 +65,11 @@ class Skeleton:
         """The model that was given, or its modules with parameters that `fill(parameter, device=...)` makes, on the devices of the model's."""
         given = self._given()
         if given is not None:
-            yield given
+            self._outdated.is_quiet = True
+            try:
+                yield given
+            finally:
+                self._outdated.is_quiet = False
             return
         held = dict(self.module.named_parameters())
         stand_ins = {id(p): nn.Parameter(fill(p, device=self._devices[name]), requires_grad=p.requires_grad) for name, p in held.items()}
@@ -86,10 +97,11 @@ class Outdated:
     def __init__(self, of: HasExecutor | None = None) -> None:
         self._of = None if of is None else weakref.ref(of)
         self._first = None if of is None else _versions(of)
+        self.is_quiet = False
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
         of = None if self._of is None else self._of()
-        if of is not None and _versions(of) != self._first:
+        if of is not None and not self.is_quiet and _versions(of) != self._first:
             self._of = None
             warnings.warn(
                 f"this {type(model).__name__} was given to autoplan.parallelize and has the weights of that moment, which have changed since: "

@@ -29,7 +29,7 @@ class Code:
     preamble: Preamble | None
     constants: dict[str, torch.Tensor]
     actions: Schedule
-    has_all_sums: bool  # every rank holds the complete sum of every gradient after a step
+    has_all_sums: bool = False  # every rank holds the complete sum of every gradient after a step
 
     def micro_batches(self, mesh: Mesh) -> tuple[MicroBatch, ...]:
         return self.program.micro_batches[mesh.axis("dp").index]

@@ -59,6 +59,9 @@ def test_a_model_that_is_kept_runs_as_it_was_and_warns_once_training_has_left_it
         warnings.simplefilter("error")
         assert model(**batch()).item() == pytest.approx(pm.forward_backward(batch()).item(), rel=1e-6)
     torch.optim.SGD(pm.parameters(), lr=0.1).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm.evaluate(batch(6))
     with pytest.warns(RuntimeWarning, match="have changed since"):
         model(**batch())
     with warnings.catch_warnings():
