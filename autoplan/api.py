@@ -63,6 +63,8 @@ def find_plan(
     """
     from autoplan.search import search
 
+    if time_limit_s is not None and not time_limit_s >= 0:
+        raise UsageError(f"time_limit_s={time_limit_s}: a number of seconds is needed, or None for no limit")
     found = load_cluster(cluster) if cluster is not None else detect()
     try:
         widths(None, optimizer)

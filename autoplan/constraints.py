@@ -9,7 +9,7 @@ from math import prod
 from autoplan.errors import InfeasibleError, UsageError
 from autoplan.schemes import SCHEMES
 
-_CHOICES: Mapping[str, tuple] = {
+CHOICES: Mapping[str, tuple] = {
     "tensor": SCHEMES,
     "schedule": ("gpipe", "1f1b", "interleaved", "zb", "zbv"),
     "recompute": ("none", "selective", "full"),
@@ -58,7 +58,7 @@ class Constraints:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UsageError(f"constraint {name}={value!r}: a whole number of at least 1 is needed")
-        for name, allowed in _CHOICES.items():
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise UsageError(f"constraint {name}={value!r}: it must be one of {', '.join(map(str, allowed))}")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autoplan.errors import UsageError
 
@@ -275,13 +276,17 @@ def _user_module(where: str) -> ModuleType:
 
 def _resized(spec: str, batch: Batch, rows: int) -> Batch:
     """The batch with `rows` rows: cut, or repeated from the start."""
-    found = sorted({t.shape[0] if t.dim() else 0 for t in (batch.values() if isinstance(batch, Mapping) else batch)})
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    found = sorted({t.shape[0] if t.dim() else 0 for t in tensors})
     if len(found) != 1 or not found[0]:
         raise UsageError(
             f"--global-batch {rows}: the tensors of {spec}'s batch start with different sizes {found}; give the function a parameter `global_batch`"
         )
 
-    def resize(t: Tensor) -> Tensor:
-        return t.repeat(-(-rows // found[0]), *[1] * (t.dim() - 1))[:rows].clone()
+    def resize(leaf: object) -> object:
+        return leaf.repeat(-(-rows // found[0]), *[1] * (leaf.dim() - 1))[:rows].clone() if isinstance(leaf, Tensor) else leaf
 
-    return {key: resize(t) for key, t in batch.items()} if isinstance(batch, Mapping) else tuple(map(resize, batch))
+    try:
+        return pytree.tree_map(resize, batch)
+    except RuntimeError as error:
+        raise UsageError(f"--global-batch {rows}: a batch of that size does not fit here ({error}); let {spec} build it on the meta device") from error

@@ -8,11 +8,13 @@ from autoplan.arrange import arranged
 from autoplan.errors import StalePlanError, UsageError
 from autoplan.graph import Graph
 from autoplan.plan import BlockPlan, Plan
+from autoplan.plancheck import check_fits, check_whole
 from autoplan.space import RECOMPUTES
 
 
 def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
-    """Raises StalePlanError unless `plan` was made for this graph and number of ranks."""
+    """Raises StalePlanError unless `plan` is whole and was made for this graph and number of ranks."""
+    check_whole(plan)
     if plan.model_fingerprint != graph.fingerprint:
         raise StalePlanError(
             f"the plan was made for {plan.model} (fingerprint {plan.model_fingerprint}), this model is {graph.name} ({graph.fingerprint}): "
@@ -22,6 +24,7 @@ def check_plan(plan: Plan, graph: Graph, world_size: int) -> None:
     if ranks != world_size:
         text = " | ".join(" x ".join(f"{axis}={size}" for axis, size in mesh) for mesh in plan.stage_meshes or (plan.axes,))
         raise StalePlanError(f"the plan is for {ranks} ranks ({text}), this job has {world_size}: start {ranks} ranks, or plan again for {world_size}.")
+    check_fits(plan, arranged(graph, plan))
     for stage in plan.stages:
         odd = sorted(set(stage.recompute) - set(RECOMPUTES))
         if stage.recompute and (odd or len(stage.recompute) != stage.stop - stage.start):

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from costmodel import pacedfile
 from costmodel.cluster import Cluster, Device, NodeGroup, Tier, peaks_of
-from costmodel.forms import ClusterFileError, Count, Positive, Strict, nearest, validate
+from costmodel.forms import ClusterFileError, Count, KeysOnce, Positive, Strict, nearest, validate
 from costmodel.paced import PacedDevices
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
@@ -111,12 +111,13 @@ def parse(source: str | Path) -> Cluster:
         return _from_file(path)
     if path.suffix in (".yaml", ".yml"):
         raise ClusterFileError(text, "", "no such file")
-    raise ClusterFileError(text, "", f"neither a file nor a preset; nearest: {nearest(name, preset_names())} (presets: {', '.join(preset_names())})")
+    names = preset_names()
+    raise ClusterFileError(text, "", f"neither a file nor a preset; nearest: {nearest(name.strip().lower(), names)} (presets: {', '.join(names)})")
 
 
 def _from_file(path: Path) -> Cluster:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), KeysOnce)
     except yaml.YAMLError as error:
         raise ClusterFileError(str(path), "", f"not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 T = TypeVar("T", bound=BaseModel)
@@ -26,6 +27,16 @@ class Strict(BaseModel):
     """A form without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class KeysOnce(yaml.SafeLoader):
+    """Reads YAML whose mappings have every key once; plain YAML takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
 
 
 def validate(model: type[T], content: object, file: str, forms: Sequence[type[BaseModel]]) -> T:

@@ -7,7 +7,7 @@ from pathlib import Path
 from autoplan.api import find_plan, load_cluster
 from autoplan.baselines import BASELINES, baseline
 from autoplan.clusterprices import prices_of
-from autoplan.commands.console import note, say, say_json, working, write_whole
+from autoplan.commands.console import check_writable, note, say, say_json, working, write_whole
 from autoplan.commands.listing import table
 from autoplan.commands.planning import default_precision, load_model
 from autoplan.errors import InfeasibleError, UsageError
@@ -20,7 +20,8 @@ from autoplan.units import num_bytes, seconds
 def compare_command(
     model: str, cluster: str, baselines: str, global_batch: int | None, seq: int | None, precision: str | None, output: Path | None, *, as_json: bool
 ) -> None:
-    names = [name.strip() for name in baselines.split(",") if name.strip()]
+    check_writable(output)
+    names = [*dict.fromkeys(name.strip() for name in baselines.split(",") if name.strip())]
     for name in names:
         if name not in BASELINES:
             raise UsageError(f"--baselines {name}: known are {', '.join(BASELINES)}")

@@ -47,6 +47,17 @@ def working(what: str) -> Iterator[None]:
         note(f"{what}: {seconds(took_s)}")
 
 
+def check_writable(path: Path | None) -> None:
+    """Raise UsageError, before any work is done, where `write_whole` could not write; None is stdout."""
+    if path is None:
+        return
+    path = path.expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written: the folder {path.parent} is read-only")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that readers see the old content or the new, never a part. Raises UsageError."""
     path = path.expanduser()

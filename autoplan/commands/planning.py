@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.api import find_plan, is_own, load_cluster
-from autoplan.commands.console import note, say, working, write_whole
+from autoplan.commands.console import check_writable, note, say, working, write_whole
 from autoplan.constraints import Constraints
 from autoplan.errors import UsageError
 from autoplan.explain import explain
@@ -35,6 +35,7 @@ def plan_command(
     *,
     as_json: bool,
 ) -> None:
+    check_writable(output)
     found = load_cluster(cluster)
     constraints = read_constraints(fixed)
     source = load_model(model, found, global_batch, seq)

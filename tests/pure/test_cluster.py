@@ -73,6 +73,7 @@ def test_a_group_of_ranks_uses_the_innermost_tiers_that_join_it(tmp_path: Path) 
         (("bandwidth_gb_per_s: 100", "bandwidth_gb_per_s: -100"), ("groups.0.tiers.1.bandwidth_gb_per_s", "greater than 0", "-100")),
         (("latency_us: 20", "latency_uss: 20"), ("groups.0.tiers.1.latency_uss", "unknown key", "latency_us")),
         (("nodes: 2", "nodes: 0"), ("groups.0.nodes", "greater than 0")),
+        (("nodes: 2", "nodes: 2\n    nodes: 3"), ("not valid YAML", "'nodes' is there twice")),
         (("nodes: 2", "nodes: two"), ("groups.0.nodes", "two")),
         (("nodes: 2", "nodes: 2.5"), ("groups.0.nodes", "2.5")),
         (("device: a100-sxm-80gb", "device: a100-sxm-90gb"), ("groups.0.device", "a100-sxm-80gb")),
