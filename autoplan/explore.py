@@ -5,14 +5,15 @@ taken in the order of their bounds; a shape whose bound is no better than the be
 
     gap = 1 - (least bound of all shapes, those that were worked out included) / (time of the chosen plan)
 
-both at the search's own prices. Equal times are decided by less memory, then by the shape.
+both at the search's own prices. Where there are many shapes and the bound of one that was worked out leaves a gap already, shapes that could gain less than
+half of it are left at their bounds: proving them worse takes most of the time, and the gap stays. Equal times are decided by less memory, then by the shape.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cached_property
 
 from autoplan.choose import Boundary
@@ -21,10 +22,11 @@ from autoplan.errors import InfeasibleError
 from autoplan.forecast import MEMORY_KINDS
 from autoplan.graph import options
 from autoplan.gridcheck import check_scheme, undivided
+from autoplan.holding import is_split
 from autoplan.ilp import OutOfTime
 from autoplan.outcome import Outcome, Result
 from autoplan.schemes import LINES, Axes
-from autoplan.shapebounds import ShapeBounds, is_in_parts
+from autoplan.shapebounds import ShapeBounds
 from autoplan.space import Shape, Space, space
 from autoplan.sync import check_sync
 from autoplan.task import Task
@@ -61,11 +63,11 @@ class Searcher:
         return outcome
 
     def _search(self, outcome: Outcome, on_plan: Callable[[], None]) -> None:
-        """Chains of stages first: their bounds are the tightest and their plans soon found, and most other shapes are no better."""
+        """Schedules that split the backward pass come last: their bounds are the loosest, and memory forbids most of them."""
         heap: list[tuple[bool, float, int, Shape]] = []
         for shape in outcome.space.shapes:
             outcome.bounds[shape] = self.shapes.peak_bound(shape)
-            heapq.heappush(heap, (is_in_parts(shape), outcome.bounds[shape], 0, shape))
+            heapq.heappush(heap, (is_split(shape.schedule), outcome.bounds[shape], 0, shape))
         best_s = float("inf")
         for shape in self._usual(outcome.space.shapes):
             if outcome.fitting and self.shapes.operator_bound(shape) >= _FAR_BETTER * best_s:
@@ -75,8 +77,8 @@ class Searcher:
             if outcome.fitting:
                 on_plan()
         while heap:
-            comes_later, bound_s, level, shape = heapq.heappop(heap)
-            if bound_s >= best_s * (1 - ENOUGH) or bound_s == float("inf") or shape in outcome.worked_out:
+            is_late, bound_s, level, shape = heapq.heappop(heap)
+            if bound_s >= self._enough_s(outcome, best_s) or bound_s == float("inf") or shape in outcome.worked_out:
                 continue
             self.shapes.countdown.left_s()
             if level <= len(self.shapes.tighter):
@@ -85,30 +87,38 @@ class Searcher:
                 else:
                     tighter_s, is_done = self.shapes.next_program_bound(shape)
                 outcome.bounds[shape] = max(bound_s, tighter_s)
-                heapq.heappush(heap, (comes_later, outcome.bounds[shape], level + is_done, shape))
+                heapq.heappush(heap, (is_late, outcome.bounds[shape], level + is_done, shape))
                 continue
             outcome.worked_out.add(shape)
             best_s = self._add(outcome, shape, best_s)
             if outcome.fitting:
                 on_plan()
 
+    @staticmethod
+    def _enough_s(outcome: Outcome, best_s: float) -> float:
+        """The bound from which on a shape is not looked at."""
+        known = min((outcome.bounds[shape] for shape in outcome.worked_out), default=best_s) if len(outcome.bounds) >= _MANY_SHAPES else best_s
+        return min(best_s * (1 - ENOUGH), (best_s + known) / 2)
+
     def _usual(self, shapes: tuple[Shape, ...]) -> Iterator[Shape]:
-        """What people try first, where there is so much to bound that a first plan would be late: data ranks alone, tensor ranks inside a node, and these in
-        the shortest 1F1B pipeline that may fit; each with the micro-batch of the least bound."""
+        """What people try first, where there is so much to bound that a first plan would be late: data ranks alone, tensor ranks inside a node, these in
+        the shortest 1F1B pipeline that may fit and in the best interleaved one; each with the micro-batch of the least bound."""
         if len(shapes) < _MANY_SHAPES:
             return
-        meshes: dict[tuple[int, int], list[Shape]] = {}
-        for shape in shapes:
-            if shape.schedule == "1f1b" and not shape.grid and shape.cp == shape.ep == 1:
-                meshes.setdefault((shape.tp, shape.pp), []).append(shape)
-        inside = max((tp for tp, _ in meshes if tp <= self.task.cluster.groups[0].devices_per_node), default=1)
-        pipelines = sorted(mesh for mesh in meshes if mesh[0] == inside and mesh[1] > 1)
-        for mesh in ((1, 1), (inside, 1), *pipelines):
-            found = min(((self.shapes.operator_bound(shape), shape) for shape in meshes.pop(mesh, ())), default=(float("inf"), None))
-            if found[1] is not None and found[0] < float("inf"):
-                yield found[1]
-                if mesh in pipelines:
-                    return
+        plain = [shape for shape in shapes if not shape.grid and shape.cp == shape.ep == 1]
+        inside = max((s.tp for s in plain if s.tp <= self.task.cluster.groups[0].devices_per_node), default=1)
+
+        def best(schedule: str, tp: int, depths: Container[int]) -> Iterator[Shape]:
+            among = [s for s in plain if s.schedule == schedule and s.tp == tp and s.pp in depths]
+            bound_s, shape = min(((self.shapes.operator_bound(s), s) for s in among), default=(float("inf"), None))
+            if shape is not None and bound_s < float("inf"):
+                yield shape
+
+        yield from best("1f1b", 1, (1,))
+        yield from best("1f1b", inside, (1,))
+        pipelines = sorted({s.pp for s in plain if s.tp == inside and s.pp > 1})
+        yield from next((found for depth in pipelines if (found := tuple(best("1f1b", inside, (depth,))))), ())
+        yield from best("interleaved", inside, pipelines)
 
     def _smallest(self, outcome: Outcome) -> None:
         """Work out the shapes that need least memory, where nothing fits, to say what is missing."""
@@ -131,7 +141,7 @@ class Searcher:
         for result in results:
             (outcome.fitting if result.fits else outcome.too_large).append(result)
         best_s = min([best_s, *(result.step_s for result in results if result.fits)])
-        self.shapes.bounds.enough_s = min(self.shapes.bounds.enough_s, best_s * (1 - ENOUGH))
+        self.shapes.bounds.enough_s = min(self.shapes.bounds.enough_s, self._enough_s(outcome, best_s))
         return best_s
 
     def _runners_up(self, outcome: Outcome) -> None:

@@ -36,6 +36,7 @@ class Least:
     repeated_bytes: int = 0  # and makes again, of `saved_bytes`
     leave_bytes: int = 0  # of values with a gradient that the next block of the spine reads, one rank's part
     whole_s: float = 0.0  # what full recomputation repeats
+    put_off_bytes: int = 0  # what a split backward pass holds between its halves
     ways: tuple[tuple[float, float], ...] = ()  # (what is run again, bytes kept) of recomputation, of which every choice is beyond a mixture
 
     def again_s(self, recompute: str) -> float:
@@ -89,8 +90,19 @@ def least_blocks(chooser: Chooser, boundaries: tuple[Boundary, ...], sent: Mappi
             _saved(items, saved_bytes, local.degree, leave=frozenset(name for item in items for choice in item.choices for name, _ in choice.kept.results)),
             leaving.get(pattern, 0),
             sum(min(choice.forward_s for choice in item.choices) for item in items),
+            _put_off(items),
         )
     return found
+
+
+def _put_off(items: tuple[Item, ...]) -> int:
+    """Bytes that wait for the weights' half of a backward pass, whatever the options."""
+    found: dict[str, int] = {}
+    for item in items:
+        every = [dict(choice.put_off) for choice in item.choices]
+        for name in every[0]:
+            found[name] = max(found.get(name, 0), min(one.get(name, 0) for one in every))
+    return sum(found.values())
 
 
 def _kept_bytes(item: Item, choice: Choice, degree: int) -> int:

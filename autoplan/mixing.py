@@ -27,12 +27,13 @@ _LINES = 4  # of a rank, that count in what is run again
 @dataclass(frozen=True)
 class Mixture:
     """Ways of recomputing a main block: (seconds a_i of one micro-batch, bytes A_i of it), none first, each slower than the one before and keeping less, on
-    their lower hull; `none_bytes` of a block that surely is recomputed in no way. `state_bytes` of a block, `room_bytes[r]` of a rank; `held`, `more` and
-    `most` [r, t] are h, D and E of the module's text; `made_bytes` is what a recomputed block makes again. `count` main blocks are placed in all."""
+    their lower hull; `none_bytes` of a block that surely is recomputed in no way. `state_bytes[r, t]` of a block, with what a split backward pass puts off;
+    `room_bytes[r]` of a rank; `held`, `more` and `most` [r, t] are h, D and E of the module's text; `made_bytes` is what a recomputed block makes again.
+    `count` main blocks are placed in all."""
 
     ways: tuple[tuple[float, float], ...]
     none_bytes: float
-    state_bytes: float
+    state_bytes: np.ndarray
     room_bytes: np.ndarray
     held: np.ndarray
     more: np.ndarray

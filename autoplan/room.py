@@ -143,14 +143,14 @@ class Room:
 
     def caps(self, blocks: Mapping[str, Least], step: Step, recompute: str, counts: Counts) -> np.ndarray | None:
         """Most blocks of the commonest pattern on each rank; None where not all blocks have room."""
-        n, ranks = step.num_ranks, step.stage_ranks
+        ranks = step.stage_ranks
+        n, (name, main) = step.num_ranks, main_of(blocks)
         if self.all_bytes(blocks, step, recompute) > n * self.limit_bytes:
             return None
-        name, main = main_of(blocks)
         states, room = self._left(blocks, step, recompute)
         held = float(main.held_bytes(recompute))
-        if n < len(ranks) and counts is least_held and self._is_inside(name):
-            caps = self._caps_in_parts(step, room, states, held, main.count)
+        if self._plays(step, name, counts):
+            caps = self._caps_in_parts(step, room, states, main, held)
         else:
             caps = room / np.maximum(states + np.array(counts(step.schedule, ranks, step.num_micro_batches)) * held, 1e-9)
         caps = np.clip(np.floor(caps), 0, main.count)
@@ -161,15 +161,15 @@ class Room:
         name, main = main_of(blocks)
         states, room = self._left(blocks, step, MIXED)
         n, ranks, m = step.num_ranks, step.stage_ranks, step.num_micro_batches
-        if n < len(ranks) and counts is least_held and self._is_inside(name):
-            held, more, most = crowds(step.schedule, ranks, m)
+        if self._plays(step, name, counts):
+            held, more, most, put_off = crowds(step.schedule, ranks, m)
         else:
             held = np.array(counts(step.schedule, ranks, m), dtype=float)[:, None]
-            more, most = np.zeros_like(held), np.zeros_like(held)
+            more, most, put_off = (np.zeros_like(held) for _ in range(3))
         ways = hull(main.ways or tuple((main.again_s(way), float(main.held_bytes(way))) for way in RECOMPUTES))
         is_plain = n == len(ranks)  # else the block that is made again need not be on the stage that runs at the fullest moment
         made = min(main.transient_bytes(way) for way in RECOMPUTES[1:]) if is_plain else 0
-        return Mixture(ways, float(main.saved_bytes), states, room, held, more, most, float(made), main.count)
+        return Mixture(ways, float(main.saved_bytes), states + main.put_off_bytes * put_off, room, held, more, most, float(made), main.count)
 
     def _left(self, blocks: Mapping[str, Least], step: Step, recompute: str) -> tuple[float, np.ndarray]:
         """Bytes of states of a block of the commonest pattern, and what each rank has left for these blocks."""
@@ -190,47 +190,57 @@ class Room:
             room -= self.width.parameter * main.num_elements
         return states, np.maximum(room, 0.0)
 
+    def _plays(self, step: Step, main: str, counts: Counts) -> bool:
+        """Whether memory is counted by the moments of the schedule's order."""
+        return counts is least_held and (self._is_inside(main) if step.num_ranks < len(step.stage_ranks) else step.is_split)
+
     def _is_inside(self, pattern: str) -> bool:
         """Whether all blocks but the first and the last are of the pattern."""
         return all(self.outline.graph.blocks[number].pattern == pattern for number in self.outline.blocks[1:-1])
 
     @staticmethod
-    def _caps_in_parts(step: Step, room: np.ndarray, states: float, held: float, count: int) -> np.ndarray:
+    def _caps_in_parts(step: Step, room: np.ndarray, states: float, main: Least, held: float) -> np.ndarray:
         """Most blocks on ranks of several stages, each of which has one, but for the first and the last, which may have others: a rank with c_s
-        micro-batches saved on stage s at some moment has k blocks only if states k + held (sum of c_s + (k - stages) * min of c_s) <= room."""
-        least, more, _ = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
-        caps = (room[:, None] - held * more) / np.maximum(states + held * least, 1e-9)
-        return np.minimum(caps.min(axis=1), count)
+        micro-batches saved on stage s at some moment, and q put off, has k blocks only if
+        k (states + q put off) + held (sum of c_s + (k - stages) * min of c_s) <= room."""
+        least, more, _, put_off = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
+        caps = (room[:, None] - held * more) / np.maximum(states + held * least + main.put_off_bytes * put_off, 1e-9)
+        return np.minimum(caps.min(axis=1), main.count)
 
 
 def _crowded(step: Step, count: float) -> tuple[np.ndarray, np.ndarray]:
     """Of each rank, micro-batches that every block of it holds, and those that it holds besides: at the moment that weighs most with `count` blocks."""
-    least, more, _ = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
+    least, more, *_ = crowds(step.schedule, step.stage_ranks, step.num_micro_batches)
     moment = np.argmax(least * count + more, axis=1)[:, None]
     return np.take_along_axis(least, moment, axis=1)[:, 0], np.take_along_axis(more, moment, axis=1)[:, 0]
 
 
 @lru_cache(maxsize=1024)
-def crowds(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """least[r, t], more[r, t] and most[r, t]: of the moments t of rank r, the fewest micro-batches that a stage of its has saved; how many more than that
-    those of its stages have together which are sure to have a block (all but the first and the last one of the model), and how many more at most one of
-    them. Two moments of a rank bind together, so that their means do: mixtures are moments too."""
+def crowds(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """least[r, t], more[r, t], most[r, t] and put_off[r, t]: of the moments t of rank r, the fewest micro-batches that a stage of its has saved; how many more
+    than that those of its stages have together which are sure to have a block (all but the first and the last one of the model), and how many more at most
+    one of them; and the fewest that a stage has put off. Two moments of a rank bind together, so that their means do: mixtures are moments too."""
     if (played := long_enough(name, stage_ranks, num_micro_batches)) < num_micro_batches:
         return crowds(name, stage_ranks, played)
     last = len(stage_ranks) - 1
     found = []
     for own in moments(name, stage_ranks, num_micro_batches):
-        saved = np.unique(np.array([[count for _, count, _ in moment.counts] for moment in own], dtype=float), axis=0)
-        is_inner = np.array([s not in (0, last) for s, _, _ in own[0].counts])
-        if saved.shape[1] > 1 and len(saved) > 1:
+        saved, num_stages = np.unique(np.concatenate([own.saved, own.put_off], axis=1), axis=0).astype(float), len(own.stages)
+        is_inner = np.array([s not in (0, last) for s in own.stages])
+        if num_stages > 1 and len(saved) > 1 and not own.put_off.any():
             one, other = np.triu_indices(len(saved), 1)
             saved = np.concatenate([saved, *(share * saved[one] + (1 - share) * saved[other] for share in _MIXTURES), saved.mean(axis=0)[None]])
+        saved, put_off = saved[:, :num_stages], saved[:, num_stages:].min(axis=1)
         least = saved.min(axis=1)
         beyond = (saved - least[:, None]) * is_inner
         more, most = beyond.sum(axis=1), beyond.max(axis=1)
-        order = np.lexsort((-more, -least))
-        is_more = np.concatenate([[True], more[order][1:] > np.maximum.accumulate(more[order])[:-1]])  # than all with as large a least
-        found.append(np.stack([least[order][is_more], more[order][is_more], most[order][is_more]]))
-    width = max(pair.shape[1] for pair in found)
-    padded = np.stack([np.pad(pair, ((0, 0), (0, width - pair.shape[1])), mode="edge") for pair in found])
-    return padded[:, 0], padded[:, 1], padded[:, 2]
+        if own.put_off.any():
+            kept = np.unique(np.stack([least, more, most, put_off]), axis=1)
+        else:
+            order = np.lexsort((-more, -least))
+            is_more = np.concatenate([[True], more[order][1:] > np.maximum.accumulate(more[order])[:-1]])  # than all with as large a least
+            kept = np.stack([least, more, most, put_off])[:, order][:, is_more]
+        found.append(kept)
+    width = max(kept.shape[1] for kept in found)
+    least, more, most, put_off = np.stack([np.pad(kept, ((0, 0), (0, width - kept.shape[1])), mode="edge") for kept in found], axis=1)
+    return least, more, most, put_off
