@@ -143,6 +143,17 @@ def least_held(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) 
     return tuple(found)
 
 
+@lru_cache(maxsize=1024)
+def held_pairs(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of every stage, the micro-batches that it has saved and put off at some moment of its rank's that may be the fullest: pairs that no other exceeds."""
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    for own in moments(name, stage_ranks, num_micro_batches):
+        for i, stage in enumerate(own.stages):
+            pairs = np.unique(np.stack([own.saved[:, i], own.put_off[:, i]], axis=1), axis=0)
+            found[stage] = tuple((int(saved), int(put_off)) for saved, put_off in _unbeaten(pairs))
+    return tuple(found[stage] for stage in range(len(stage_ranks)))
+
+
 def surely_held(name: str, stage_ranks: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:
     """At most `least_held`, without playing the schedule: all stages hold the first micro-batch when the last one has run it forward."""
     num_ranks = max(stage_ranks) + 1

@@ -21,7 +21,7 @@ from autoplan.choose import Chosen, Outline
 from autoplan.datasums import element_bytes
 from autoplan.exchanges import exchanges
 from autoplan.gridprices import weight_parts
-from autoplan.holding import moments, num_stages_held
+from autoplan.holding import held_pairs, num_stages_held
 from autoplan.layout import WHOLE, Split
 from autoplan.load import BUCKET_BYTES, Pass, Send, StageLoad, Traffic
 from autoplan.localcontext import LocalContext, resting_bytes
@@ -186,9 +186,13 @@ class Work:
         saved, put_off = _spans([b.saved_bytes for b in self.blocks]), self._put_off(step)
         rest = self._resting(step, width) + max(b.transient_bytes for b in self.blocks)
         share = limit_bytes / num_stages_held(step.stage_ranks)  # of each stage of a rank that has several
-        return [
-            np.all([rest + num_saved * saved + num_put_off * put_off <= share for num_saved, num_put_off in counts], axis=0) for counts in _held_counts(step)
-        ]
+        known: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+        found = []
+        for counts in held_pairs(step.schedule, step.stage_ranks, step.num_micro_batches):
+            if counts not in known:
+                known[counts] = np.all([rest + num_saved * saved + num_put_off * put_off <= share for num_saved, num_put_off in counts], axis=0)
+            found.append(known[counts])
+        return found
 
     def again_s(self, ladders: Mapping[str, tuple[BlockLoad, ...]], step: Step, width: Widths, limit_bytes: int) -> list[np.ndarray]:
         """again_s[j][a, b]: seconds of a micro-batch that stage j with blocks [a, b) runs again so that it fits, each block as far up its pattern's ladder
@@ -202,7 +206,7 @@ class Work:
         rest, put_off = self._resting(step, width), self._put_off(step)
         share = limit_bytes / num_stages_held(step.stage_ranks)
         found = []
-        for counts in _held_counts(step):
+        for counts in held_pairs(step.schedule, step.stage_ranks, step.num_micro_batches):
             slowest = np.zeros_like(rest)
             for num_saved, num_put_off in counts:
                 fixed = rest + num_put_off * put_off - share
@@ -387,15 +391,6 @@ class Work:
             if is_shared and self.outline.graph.values[name].requires_grad:
                 total += self._local_elements(name) * 4
         return total
-
-
-def _held_counts(step: Step) -> list[list[tuple[int, int]]]:
-    """Of every stage, the micro-batches that it has saved and put off at some moment of its rank's that may be the fullest."""
-    found: list[dict[tuple[int, int], None]] = [{} for _ in step.stage_ranks]
-    for candidates in moments(step.schedule, step.stage_ranks, step.num_micro_batches):
-        for stage, *counts in (each for moment in candidates for each in moment.counts):
-            found[stage][counts[0], counts[1]] = None
-    return [list(counts) for counts in found]
 
 
 def _spans(values: Sequence[float]) -> np.ndarray:

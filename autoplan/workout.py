@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -107,7 +108,7 @@ class WorkOut:
 
                 first = len(found.results)
                 if recompute == MIXED:
-                    found.results.extend(self._mixed(place, chosen, work, cut))
+                    found.results.extend(self._mixed(place, chosen, work, cut, shape, found.fastest_s))
                 else:
                     bound_s = self._fill(found, place, chosen[0], cut, bound_s, is_squeezed=is_squeezed, some=some)
                 way = "none" if recompute == MIXED else recompute
@@ -119,13 +120,27 @@ class WorkOut:
                 found.least_s = min(found.least_s, bound_s)
         return found.results, min(found.least_s, found.fastest_s)
 
-    def _mixed(self, place: Place, chosen: list[Chosen], work: Callable[[Chosen], Work], cut: Callable[[Chosen], Result]) -> list[Result]:
-        """Plans of these choices that mix ways of recomputing, and of choices near the best one's that keep less."""
+    def _mixed(
+        self, place: Place, chosen: list[Chosen], work: Callable[[Chosen], Work], cut: Callable[[Chosen], Result], shape: Shape, best_s: float
+    ) -> list[Result]:
+        """Plans of these choices that mix ways of recomputing, and of choices near the best one's that keep less. Where none fits, however its layers are
+        recomputed, of choices that keep what memory leaves for a way."""
         results = [cut(one) for one in chosen]
+        if not any(r.fits for r in results):
+            results += [cut(lean) for way in RECOMPUTES for lean in self._leaner(place, way, shape, best_s)]
         best = min(results, key=lambda r: (not r.fits, r.order))
         states = self.shapes.bounds.room.state_bytes(place.step) / self.shapes.bounds.room.width_at_rest
         leaner = raising.leaner(work(best.chosen), best, place.price, states)
         return [*results, *(cut(place.chooser.choose_near(best.chosen, lean, way)) for way, lean in leaner)]
+
+    def _leaner(self, place: Place, way: str, shape: Shape, best_s: float) -> Iterator[Chosen]:
+        """The choice of a way that keeps the budgets of plans that fit, where there is another one."""
+        blocks, chosen = self.shapes.solved(shape, place.boundary, way), place.chooser.choose(place.boundary, place.price, way)
+        if blocks is not None and chosen is not None and self.shapes.task.stages is None:
+            own = replace(place, recompute=way, blocks=blocks)
+            lean = squeeze.leaner(own, chosen, squeeze.squeezed(own, self.shapes.bounds, best_s, best_s).budgets)
+            if lean is not None:
+                yield lean
 
     @property
     def _counts(self) -> Mapping[str, int]:
