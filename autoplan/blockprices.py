@@ -206,7 +206,8 @@ def _lowered(local: LocalGraph, index: int, option: Option) -> Instr:
     """The operator as the function that runs it: one that exchanges inside is another one."""
     instr, loop = local.graph.ops[index].instr, local.loop(index, option)
     names = (loop.lowering if loop is not None else "", *(context.lowering(index) for context in local.contexts))
-    return replace(instr, target=next((name for name in names if name), instr.target))
+    target = next((name for name in names if name), instr.target)
+    return instr if target == instr.target else replace(instr, target=target)
 
 
 def _choice(local: LocalGraph, index: int, option: Option, roots: Mapping[str, str], group: RankGroup, saved_bytes: dict[str, int]) -> Choice:

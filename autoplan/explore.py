@@ -26,7 +26,7 @@ from autoplan.holding import is_split
 from autoplan.ilp import OutOfTime
 from autoplan.outcome import Outcome, Result
 from autoplan.schemes import LINES, Axes
-from autoplan.shapebounds import ShapeBounds
+from autoplan.shapebounds import ShapeBounds, is_in_parts
 from autoplan.space import Shape, Space, space
 from autoplan.sync import check_sync
 from autoplan.task import Task
@@ -145,9 +145,12 @@ class Searcher:
         return best_s
 
     def _runners_up(self, outcome: Outcome) -> None:
-        """Work out the most promising shape of the next best meshes too, so that the ranking has what it is compared with."""
+        """Work out the most promising shape of the next best meshes too, so that the ranking has what it is compared with: a chain of stages, whose plans
+        are soon found, where there is one."""
         seen = {r.shape.axes for r in outcome.fitting}
-        for shape in sorted((s for s in outcome.bounds if s not in outcome.worked_out), key=lambda s: (outcome.bounds[s], s)):
+        chains = {s.axes for s in outcome.bounds if not is_in_parts(s)}
+        rest = (s for s in outcome.bounds if s not in outcome.worked_out and not (is_in_parts(s) and s.axes in chains))
+        for shape in sorted(rest, key=lambda s: (outcome.bounds[s], s)):
             self.shapes.countdown.left_s()
             if not outcome.fitting or len(seen) >= _NUM_MESHES:
                 return

@@ -4,13 +4,14 @@ A stage keeps the states of its blocks, divided over all that can divide them, a
 option saves, or what enters the blocks if they are recomputed. With P bytes of states and A saved bytes of one block of the commonest pattern, and
 c_j micro-batches that rank j holds at once:
 
-    cap_j = floor((limit - states of the first and the last block where they must be - what one recomputed block makes again) / (P + c_j A))
+    cap_j = floor((limit - states of the first and the last block where they must be - what one recomputed block makes again - messages) / (P + c_j A))
 
 All blocks together need n limits at most, else nothing fits. Plans faster than `below_s` have less room still: `Room.budgets`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -188,6 +189,10 @@ class Room:
             step.zero == 3 and step.shards > 1 and not step.is_split and name in self.unshared
         ):  # a unit of the stage's, gathered; these have a main block or need no room for one
             room -= self.width.parameter * main.num_elements
+        if not self.spine.num_off:  # two messages of each stage that other ranks send to
+            message = min((blocks[graph.blocks[n].pattern].leave_bytes for n in self.spine.blocks[:-1]), default=0)
+            for before, rank in itertools.pairwise(step.stage_ranks):
+                room[rank] -= 2 * message if rank != before else 0
         return states, np.maximum(room, 0.0)
 
     def _plays(self, step: Step, main: str, counts: Counts) -> bool:
