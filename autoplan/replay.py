@@ -48,6 +48,7 @@ from costmodel.memory import Widths, widths
 from costmodel.opkey import CollectiveKind, RankGroup
 from costmodel.overlap import beside_s, slowed_s
 from runtime.action import Action
+from runtime.reduction import sum_limit_bytes
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,10 @@ def _beside(step: Step, compute_s: float, moved_s: float, exposed_s: float) -> f
 
 
 def _bucketed(pricer: Pricer, num_bytes: int, group: RankGroup, *, joins: bool = False) -> float:
-    """`joins`: the bytes share the last bucket of those before them."""
-    full, rest = divmod(num_bytes, BUCKET_BYTES)
-    seconds = full * pricer.collective("all_reduce", BUCKET_BYTES, group) + pricer.collective("all_reduce", rest, group)
+    """Sums in buckets as the executor cuts them. `joins`: the bytes share the last bucket of those before them."""
+    size = BUCKET_BYTES if joins else sum_limit_bytes(num_bytes)
+    full, rest = divmod(num_bytes, size)
+    seconds = full * pricer.collective("all_reduce", size, group) + pricer.collective("all_reduce", rest, group)
     return max(0.0, seconds - pricer.collective("all_reduce", 1, group)) if joins else seconds
 
 

@@ -95,22 +95,27 @@ def complete(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) ->
 
 
 class Begun:
-    """A collective that runs beside what its ranks do next. `issue` starts it and returns its work. Recorded where it begins, as taking no time.
+    """A collective that runs beside what its ranks do next. `issue` starts it and returns its work. Recorded until it is waited for; with
+    `is_hidden`, beside passes, as taking no time.
 
     All ranks of the axis begin it at the same place among their collectives, and wait for it later, each where it likes.
     """
 
-    def __init__(self, axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:
+    def __init__(self, axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any], *, is_hidden: bool = False) -> None:
         self._axis, self._what = axis, f"rank {axis.rank}: {kind} of {num_bytes} bytes on axis {axis.name!r} (ranks {list(axis.ranks)})"
-        start = axis.recorder.mark()
+        self._record = None if is_hidden else axis.recorder.later(kind, axis.name, num_bytes)
+        if is_hidden:
+            start = axis.recorder.mark()
+            axis.recorder.add(kind, axis.name, num_bytes, start, start)
         with failing(lambda: self._what, axis.timeout_s):
             self._work = issue()
-        axis.recorder.add(kind, axis.name, num_bytes, start, start)
 
     def wait(self) -> None:
         """Until it is over. Raises as `complete`."""
         with failing(lambda: self._what, self._axis.timeout_s):
             self._axis.guard.wait_collective(self._work, self._axis.device, self._axis.timeout_s)
+        if self._record is not None:
+            self._record()
 
 
 def wait(axis: Axis, kind: str, num_bytes: int, issue: Callable[[], Any]) -> None:

@@ -41,10 +41,14 @@ class Preamble:
         for operand, axis, name in self.sums:
             total = made[operand].clone(memory_format=torch.contiguous_format)
             if axis.size > 1:
-                begun.append(Begun(axis, "all_reduce", total.nbytes, lambda x=total, axis=axis: dist.all_reduce(x, group=axis.group, async_op=True)))
+                begun.append(_begin(axis, total))
             made[name] = total
         left = _Left(self, made, begun)
         return {name: Coming(left, name) for name in self.code.outputs}
+
+
+def _begin(axis: Axis, total: torch.Tensor) -> Begun:
+    return Begun(axis, "all_reduce", total.nbytes, lambda: dist.all_reduce(total, group=axis.group, async_op=True), is_hidden=True)
 
 
 class _Left:

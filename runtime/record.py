@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +114,16 @@ class Recorder:
         """A collective or send that began at the mark `start` and ends at `end`, or now."""
         self.moves += 1
         self._sent.append((kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, start, self.clock.mark() if end is None else end))
+
+    def later(self, kind: str, axis: str, num_bytes: int) -> Callable[[], None]:
+        """A collective that begins now; what is given is called at its end."""
+        began = (kind, axis, self.phase, self.stage, self.micro_batch, num_bytes, self.clock.mark())
+
+        def ended() -> None:
+            self.moves += 1
+            self._sent.append((*began, self.clock.mark()))
+
+        return ended
 
     def absorb(self, other: Recorder) -> None:
         """Take over what another recorder saw: work beside this step. What began before the step counts from its beginning (CPU clock)."""

@@ -34,7 +34,7 @@ from runtime.instr_traffic import Use, backward_uses, forward_uses, gradient_pas
 from runtime.partition import Tensor, moves_of, servers_of
 from runtime.program import BlockCode, Body, Program, StageCode, StageMesh, Stored, row_range
 from runtime.record import Traffic, total
-from runtime.reduction import bucket_sizes
+from runtime.reduction import bucket_sizes, sum_buckets
 from runtime.schedule import splits_backward
 from runtime.selective import keeps
 from runtime.stripes import program_layout, reduced, reduces_itself
@@ -261,8 +261,8 @@ def _data_moves(program: Program) -> Iterator[Move]:
         rows, *rest = stored.local_shape(dict(program.axes)) or (1,)
         rows = row_range(rows, 0, num_ranks)[1] * num_ranks if program.zero else rows
         by_dtype.setdefault(stored.at_rest, []).append(rows * math.prod(rest) * dtype_of(stored.at_rest).itemsize)
-    kind = "reduce_scatter" if program.zero else "all_reduce"
-    yield from ((kind, "dp", "reduce", sum(bucket)) for own in by_dtype.values() for bucket in bucket_sizes(own))
+    kind, cut = ("reduce_scatter", bucket_sizes) if program.zero else ("all_reduce", sum_buckets)
+    yield from ((kind, "dp", "reduce", sum(bucket)) for own in by_dtype.values() for bucket in cut(own))
 
 
 def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Move]:
@@ -278,7 +278,7 @@ def _reduction_moves(program: Program, coordinates: Coordinates) -> Iterator[Mov
                 size = shard_bytes(stored, program if not is_own else replace(program, zero=0), coordinates)
                 by_dtype.setdefault(stored.at_rest, []).append(size)
         for own in by_dtype.values():
-            yield from (("all_reduce", axis, "reduce", sum(bucket)) for bucket in bucket_sizes(own))
+            yield from (("all_reduce", axis, "reduce", sum(bucket)) for bucket in sum_buckets(own))
     if is_own:
         yield from _data_moves(program)
     yield from tied_moves(program, coordinates)

@@ -29,7 +29,7 @@ class Telling:
         if suspicious is not None:
             found[2] = suspicious
         all_reduce = lambda: dist.all_reduce(found, async_op=True)  # noqa: E731
-        self._begun = Begun(mesh.world, "all_reduce", found.nbytes, all_reduce) if mesh.world_size > 1 else None
+        self._begun = Begun(mesh.world, "all_reduce", found.nbytes, all_reduce, is_hidden=suspicious is None) if mesh.world_size > 1 else None
 
     def result(self, suspicious: torch.Tensor | None = None) -> tuple[torch.Tensor, bool]:
         """(loss of the global batch with its dtype, whether any rank, or `suspicious` here, told of gradients that may not be finite)."""
