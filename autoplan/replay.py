@@ -28,9 +28,9 @@ update and pull alone, visits of the servers, but no step is shorter than what t
 
     tail = max(visit(W) + u + visit(W), push(W) + w u + pull(W) - compute), u seconds to update one server's part
 
-After a rank's last action: gradients summed over "dp" (ZeRO-0, in the buckets of runtime/reduction.py; compressed or late: autoplan/datasums.py), "tp" (deferred) and
-tied stages, the optimizer: each once a rank, so that of several stages on a rank the later ones add no latency of their own. The step ends with
-the slowest rank, and not before the late sums of the step before it.
+After a rank's last action: gradients summed over "dp" (ZeRO-0, in the buckets of runtime/reduction.py; compressed or late:
+autoplan/datasums.py), "tp" (deferred) and tied stages, the optimizer: each once a rank, so that of several stages on a rank the later ones add
+no latency of their own. The step ends with the slowest rank, and not before the late sums of the step before it.
 """
 
 from __future__ import annotations
