@@ -66,7 +66,7 @@ class Searcher:
         """Schedules that split the backward pass come last: their bounds are the loosest, and memory forbids most of them."""
         heap: list[tuple[bool, float, int, Shape]] = []
         for shape in outcome.space.shapes:
-            outcome.bounds[shape] = self.shapes.peak_bound(shape)
+            outcome.bounds[shape] = max(self.shapes.peak_bound(shape), self.shapes.heavy_bound(shape))
             heapq.heappush(heap, (is_split(shape.schedule), outcome.bounds[shape], 0, shape))
         best_s = float("inf")
         for shape in self._usual(outcome.space.shapes):

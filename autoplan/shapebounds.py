@@ -158,7 +158,7 @@ class ShapeBounds:
     @property
     def tighter(self) -> tuple[Callable[[Shape], float], ...]:
         """The bounds between the first and that of integer programs, each tighter and dearer than the one before."""
-        return self.heavy_bound, self.operator_bound, self.order_bound
+        return self.operator_bound, self.order_bound
 
     def peak_bound(self, shape: Shape) -> float:
         peak = self.peak_flops_per_s if self.task.prices.source == "analytic" else 0.0

@@ -123,12 +123,14 @@ class WorkOut:
     def _mixed(
         self, place: Place, chosen: list[Chosen], work: Callable[[Chosen], Work], cut: Callable[[Chosen], Result], shape: Shape, best_s: float
     ) -> list[Result]:
-        """Plans of these choices that mix ways of recomputing, and of choices near the best one's that keep less. Where none fits, however its layers are
-        recomputed, of choices that keep what memory leaves for a way."""
+        """Plans of these choices that mix ways of recomputing: where none fits, of choices that keep what memory leaves for a way; if one is not far from
+        the best known, of choices near its own that keep less."""
         results = [cut(one) for one in chosen]
         if not any(r.fits for r in results):
-            results += [cut(lean) for way in RECOMPUTES for lean in self._leaner(place, way, shape, best_s)]
+            results += [cut(lean) for way in RECOMPUTES[1:] for lean in self._leaner(place, way, shape, best_s)]
         best = min(results, key=lambda r: (not r.fits, r.order))
+        if best.step_s >= _FAR * best_s:
+            return results
         states = self.shapes.bounds.room.state_bytes(place.step) / self.shapes.bounds.room.width_at_rest
         leaner = raising.leaner(work(best.chosen), best, place.price, states)
         return [*results, *(cut(place.chooser.choose_near(best.chosen, lean, way)) for way, lean in leaner)]
@@ -138,7 +140,8 @@ class WorkOut:
         blocks, chosen = self.shapes.solved(shape, place.boundary, way), place.chooser.choose(place.boundary, place.price, way)
         if blocks is not None and chosen is not None and self.shapes.task.stages is None:
             own = replace(place, recompute=way, blocks=blocks)
-            lean = squeeze.leaner(own, chosen, squeeze.squeezed(own, self.shapes.bounds, best_s, best_s).budgets)
+            known = squeeze.squeezed(own, self.shapes.bounds, best_s, best_s)
+            lean = squeeze.leaner(own, chosen, known.budgets)
             if lean is not None:
                 yield lean
 
