@@ -5,8 +5,8 @@ The data axis divides the batch factor b. For each operator in order, with the l
     1. an operand is split on b and a loop of the operator lies over it   -> divide that loop
     2. it repeats a value for every row, or creates rows                   -> every rank makes its own rows
     3. exactly a linear group of its operands is partial                   -> pass the partial sum on
-    4. its operands are parameters, or made from parameters alone          -> "vary": every rank computes the same,
-                                                                               gradients stay partial sums
+    4. its operands are parameters, or made from parameters and numbers    -> "vary": every rank computes the same,
+       of the batch alone                                                      gradients stay partial sums
     5. otherwise                                                           -> whole: operands are completed first
 
 Parameters lie VARY on this axis: their gradients are partial sums that the step's reduction completes.
@@ -20,7 +20,7 @@ outside the preamble, no activation changes its layout on this axis. `micro_batc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from autoplan.graph import Graph, Loop, Op, Option
@@ -78,12 +78,15 @@ def _batch_axis(graph: Graph) -> BatchAxis:
             layouts[value.name] = WHOLE
     chosen: list[Option] = []
     batch_only = _batch_only(graph)
+    of_rows = {value.name for value in graph.inputs() if batch_split(graph, value.name) is not None}  # and what is made of them, numbers excepted
     for op in graph.ops:
         # a sum over rows that depends on the batch alone is complete before the step begins
         early = op.outputs and op.outputs[0] not in batch_only
         have = [WHOLE if early and name in batch_only and layouts[name] == PARTIAL else layouts[name] for name in op.operands]
-        option = _choose(graph, op, have)
+        option = _choose(graph, op, have, of_rows)
         chosen.append(option)
+        if any(name in of_rows for name in op.operands):
+            of_rows.update(name for name in op.outputs if name in graph.values and graph.values[name].spec.shape)
         layouts.update(zip(op.outputs, option.writes, strict=True))
     preamble, outputs = _preamble(graph, chosen, layouts, batch_only)
     shared = frozenset(outputs)
@@ -127,7 +130,7 @@ def _batch_only(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _choose(graph: Graph, op: Op, have: list[Layout]) -> Option:
+def _choose(graph: Graph, op: Op, have: list[Layout], of_rows: Container[str]) -> Option:
     grads = [graph.values[name].requires_grad for name in op.operands]
     unused = [VARY if grad else WHOLE for grad in grads]
     num_outputs = len(op.outputs)
@@ -145,7 +148,7 @@ def _choose(graph: Graph, op: Op, have: list[Layout]) -> Option:
             if partial <= set(group) and all(have[i] in (PARTIAL, VARY) or not grads[i] for i in group):
                 reads = tuple(PARTIAL if i in group else unused[i] for i in range(len(have)))
                 return Option("partial:" + ",".join(map(str, group)), reads, (PARTIAL,) * num_outputs)
-    elif VARY in have and all(layout == VARY or not grad for layout, grad in zip(have, grads, strict=True)):
+    elif VARY in have and all(layout == VARY or not (grad or name in of_rows) for name, layout, grad in zip(op.operands, have, grads, strict=True)):
         return Option("vary", tuple(unused), (VARY,) * num_outputs)
     return Option("whole", (WHOLE,) * len(have), (WHOLE,) * num_outputs)
 

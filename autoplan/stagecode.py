@@ -78,6 +78,8 @@ def _finals(context: Lowering, emitter: Emitter, number: int) -> tuple[dict[str,
         if context.stage_of_op.get(graph.producer.get(name, -1)) != number or name in finals:
             continue
         data = context.batch.layouts[name]
+        if name == graph.loss and data == VARY:
+            data = PARTIAL  # all data ranks, and micro-batches, have the same loss: each counts its portion of it
         others = emitter.produced(name)[1:]
         kept = [
             PARTIAL if name == graph.loss and axis.factors is not None and at == PARTIAL else WHOLE for axis, at in zip(context.axes[1:], others, strict=True)

@@ -89,6 +89,30 @@ class Masked(nn.Module):
         return F.cross_entropy(self.head(self.second(y) + teacher.clone()), labels)
 
 
+class Paired(nn.Module):
+    """Two inputs one after the other in one pass, compared afterwards: the rows are taken apart again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Residual(), Residual(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        y = self.head(self.second(self.first(torch.cat((x, x.flip(1))))))
+        one, other = y.chunk(2)
+        return F.mse_loss(one, other) + F.cross_entropy(one, labels)
+
+
+class OnlyWeights(nn.Module):
+    """The loss is of the weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first.weight)).square().mean()
+
+
 def words_of(make: Callable[[], nn.Module]) -> Callable[[], Built]:
     return lambda: (_seeded(make), _tokens())
 
@@ -102,4 +126,6 @@ ODD: dict[str, Callable[[], Any]] = {
     "recurrent": words_of(Recurrent),
     "numbers beside": words_of(NumbersBeside),
     "masked": vectors_of(Masked),
+    "paired": vectors_of(Paired),
+    "only weights": vectors_of(OnlyWeights),
 }

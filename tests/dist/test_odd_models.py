@@ -11,6 +11,8 @@ TRIES = [
     *(Try(name, UNEVEN) for name in ("recurrent", "masked")),
     *(Try(name, _DEALT) for name in ("numbers beside", "recurrent")),
     *(Try("assigned twice", plan) for plan in (dict(pp=2), dict(dp=2))),
+    *(Try(name, plan) for name in ("paired", "only weights") for plan in (dict(dp=2), dict(dp=2, zero=3))),
+    Try("paired", dict(pp=2)),
     Try("masked", dict(tp=2), splits_seed=1),
 ]
 
