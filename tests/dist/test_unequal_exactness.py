@@ -35,5 +35,6 @@ def test_unevenly_dealt_rows_equal_one_device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_replicas_side_by_side_with_pipelines_inside_equal_one_device() -> None:
-    _check(run_ranks(run_cases, 4, FOUR, timeout_s=300.0)[0])
+    _check(run_ranks(run_cases, 4, FOUR, timeout_s=800.0)[0])
