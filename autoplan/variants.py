@@ -14,6 +14,7 @@ size: autoplan/realrows.py.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -82,7 +83,7 @@ class Emitter:
 
     def __init__(self, graph: Graph, axes: Sequence[AxisAssignment], rows: Rows, given: Mapping[str, str]) -> None:
         self.graph, self.axes, self.rows, self.given = graph, tuple(axes), rows, given
-        self.made: dict[tuple[str, Layouts], str] = {}
+        self.made: dict[str, dict[Layouts, str]] = defaultdict(dict)  # value -> its forms and their local names
         self.specs: dict[str, TensorSpec] = {}
         self.home: dict[str, int] = {}
         self.pieces: list[list[Instr]] = []
@@ -163,7 +164,7 @@ class Emitter:
         self.append(instr)
         for output in instr.outputs:
             if output.spec is not None:
-                self.made[(output.name, writes[output.name])] = output.name
+                self.made[output.name][writes[output.name]] = output.name
 
     def _localised(self, op: Op, local: Sequence[str], writes: Mapping[str, Layouts]) -> Instr:
         marks = [f"%{i}" for i in range(len(local))]
@@ -233,7 +234,7 @@ class Emitter:
         forms of it stay in the block, so that blocks cost what they cost wherever they are put."""
         local = self.read(name, layouts)
         self.settled[name] = layouts
-        self.made = {key: made for key, made in self.made.items() if key[0] != name or key[1] == layouts}
+        self.made[name] = {form: made for form, made in self.made[name].items() if form == layouts}
         if local == called:
             return
         piece = self.pieces[-1]
@@ -242,7 +243,7 @@ class Emitter:
             outputs = tuple(replace(out, name=called) if out.name == local else out for out in instr.outputs)
             if local in operands or outputs != instr.outputs:
                 piece[i] = replace(substitute(instr, [called if operand == local else operand for operand in operands]), outputs=outputs)
-        self.made = {key: called if made == local else made for key, made in self.made.items()}
+        self.made[name] = dict.fromkeys(self.made[name], called)
         self.specs[called], self.home[called] = self.specs.pop(local), self.home.pop(local)
 
     def read(self, name: str, need: Layouts) -> str:
@@ -258,10 +259,11 @@ class Emitter:
     def _converted(self, value: Value, local: str, have: Layouts, need: Layouts) -> str:
         for number, dst in route(have, need, lambda where: self.order(value, where)):
             src, have = have[number], (*have[:number], dst, *have[number + 1 :])
-            if (value.name, have) not in self.made:
+            forms = self.made[value.name]
+            if have not in forms:
                 moves = self._moves(self.axes[number], src, dst)
-                self.made[(value.name, have)] = self._convert(value, local, have, number, src, dst) if moves else local
-            local = self.made[(value.name, have)]
+                forms[have] = self._convert(value, local, have, number, src, dst) if moves else local
+            local = forms[have]
         return local
 
     def _moves(self, axis: AxisAssignment, src: Layout, dst: Layout) -> bool:
@@ -273,29 +275,29 @@ class Emitter:
         return self.rows.share if axis.factors is None and (axis.name == "dp" or axis.name not in ROLES) else 1 / axis.degree
 
     def _base(self, value: Value, have: Layouts) -> str:
-        key = (value.name, have)
-        if key not in self.made:
-            local = self.made[key] = self.given.get(value.name, value.name)
+        forms = self.made[value.name]
+        if have not in forms:
+            local = forms[have] = self.given.get(value.name, value.name)
             self.specs[local] = TensorSpec(self.shape(value, have), value.spec.dtype)
             if value.kind in ("parameter", "buffer"):
-                self.stored[local] = key
+                self.stored[local] = (value.name, have)
             else:
                 self.external[local] = value.name
-        return self.made[key]
+        return forms[have]
 
     def _at_rest(self, value: Value, have: Layouts, need: Layouts) -> str:
         """A constant is kept in the form in which it is read; only the rows of the batch are cut at run time."""
         batch = frozenset() if self.graph.batch_factor is None else frozenset({self.graph.batch_factor})
         cut_later = [a.name == "dp" or a.factors == batch or ROLES.get(a.name, "features") != "features" for a in self.axes]
         kept = tuple(h if later or n == PARTIAL else n for later, h, n in zip(cut_later, have, need, strict=True))
-        key = (value.name, kept)
-        if key not in self.made:
+        forms = self.made[value.name]
+        if kept not in forms:
             tags = [f"{a.name}_{layout_tag(k)}" for a, k in zip(self.axes, kept, strict=True) if isinstance(k, Split) and a.degree > 1]
             local = "__".join([value.name, *tags])
-            self.made[key] = local
+            forms[kept] = local
             self.specs[local] = TensorSpec(self.shape(value, kept), value.spec.dtype)
-            self.stored[local] = key
-        return self._converted(value, self.made[key], kept, need)
+            self.stored[local] = (value.name, kept)
+        return self._converted(value, forms[kept], kept, need)
 
     def _convert(self, value: Value, local: str, after: Layouts, number: int, src: Layout, dst: Layout) -> str:
         """Emit the change of layout of one variant on one axis; returns the new variant's local name."""
@@ -315,9 +317,10 @@ class Emitter:
             assert how is not None, f"{value.name}: {src} cannot be read {dst}"
             if (src == PARTIAL and dst == VARY) or (isinstance(src, Split) and isinstance(dst, Split) and src.dim == dst.dim):
                 whole = (*after[:number], WHOLE, *after[number + 1 :])
-                if (value.name, whole) not in self.made:
-                    self.made[(value.name, whole)] = self._convert(value, local, whole, number, src, WHOLE)
-                return self._convert(value, self.made[(value.name, whole)], after, number, WHOLE, dst)
+                forms = self.made[value.name]
+                if whole not in forms:
+                    forms[whole] = self._convert(value, local, whole, number, src, WHOLE)
+                return self._convert(value, forms[whole], after, number, WHOLE, dst)
             if how.forward is None:
                 instr = Instr(out, "runtime.vary", (Ref(local),), on)
             elif how.forward == "all_reduce":
