@@ -32,9 +32,10 @@ from autoplan.squeeze import Place
 from autoplan.stagework import Work
 
 ENOUGH = 0.005  # the search ends once nothing left can be faster by more
+_DEEP = 256  # blocks, of which ranks of several stages have as many each: the best cut of many alike takes long to find and is no better
 _FEW = 32  # cuts of a short model, which are all tried: the slowest stage alone does not say how long a step takes
 _NUM_DEALT = 3  # cuts that deal blocks out evenly
-_NUM_SHIFTED = 4  # of one with a block moved to another rank, that are tried
+_NUM_SHIFTS, _NUM_SHIFTED = 6, 4  # times that a block is moved to another rank, and places that are tried for it
 _FAR = 1.3  # times of the memory, or of the best plan, beyond which one cut tells enough
 _NEAR = 1.1  # times of the best plan, within which a plan is looked at twice
 
@@ -192,19 +193,10 @@ class WorkOut:
             shares = step.shards if step.zero else 1
             tail = work.tail_per_byte_s(self.shapes.optimizer_s / parameter_width(self.shapes.task.graph) / shares) / shape.num_micro_batches
             weights = np.array([b.slot_s for b in work.blocks]) + tail
-            cuts = best_cuts(weights.tolist(), len(step.stage_ranks))
-            assert cuts is not None, "without memory some cut fits"
-            fits = work.fits(step, self.shapes.width, self.shapes.limit_bytes)
-            if not all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
-                if storing.recompute == MIXED and shape.num_chunks > 1:
-                    fitting = cuts  # the fullest rank says more than its stages, and it is raised
-                elif storing.recompute == MIXED:
-                    ladders = {pattern: ladder(work, pattern) for pattern in self.shapes.outline.examples}
-                    again_s = work.again_s(ladders, step, self.shapes.width, self.shapes.limit_bytes)
-                    fitting = best_cuts(weights.tolist(), len(step.stage_ranks), more_s=again_s)
-                else:
-                    fitting = best_cuts(weights.tolist(), len(step.stage_ranks), fits)
-                cuts, is_bent = fitting or cuts, fitting is not None
+            if len(numbers) > _DEEP and self._dealt(shape):
+                cuts = self._dealt(shape)[0]
+            else:
+                cuts, is_bent = self._best_cuts(shape, storing, work, weights)
         every = self._every(len(step.stage_ranks))
         results: dict[tuple[int, ...], Result] = {}
 
@@ -221,13 +213,35 @@ class WorkOut:
             result = tried(each)
             if not every and (result.memory.total > _FAR * self.shapes.limit_bytes or result.step_s > _FAR * best_s):
                 return results[min(results, key=order)]  # other cuts of as many blocks differ by less
-        best, before = min(results, key=order), None
+        best = min(results, key=order)
         enough_s = self.shapes.by_recompute(shape)[storing.recompute] * (1 + ENOUGH)
-        while not every and len(weights) and shape.num_chunks > 1 and best != before and (results[best].step_s > enough_s or not results[best].fits):
-            for moved in shifted_cuts(best, weights.tolist(), step.stage_ranks)[:_NUM_SHIFTED]:
+        for _ in range(_NUM_SHIFTS if len(weights) and shape.num_chunks > 1 and not every else 0):
+            before = best
+            for moved in (
+                shifted_cuts(best, weights.tolist(), step.stage_ranks)[:_NUM_SHIFTED] if results[best].step_s > enough_s or not results[best].fits else ()
+            ):
                 tried(moved)
-            best, before = min(results, key=order), best
+            best = min(results, key=order)
+            if best == before:
+                break
         return results[best]
+
+    def _best_cuts(self, shape: Shape, storing: Storing, work: Work, weights: np.ndarray) -> tuple[tuple[int, ...], bool]:
+        """Those with the fastest slowest stage that fits, if there are any, and whether memory bends them."""
+        step, seconds = self.shapes.step(shape, storing), weights.tolist()
+        cuts = best_cuts(seconds, len(step.stage_ranks))
+        assert cuts is not None, "without memory some cut fits"
+        fits = work.fits(step, self.shapes.width, self.shapes.limit_bytes)
+        if all(fits[j][a, b] for j, (a, b) in enumerate(itertools.pairwise(cuts))):
+            return cuts, False
+        if storing.recompute == MIXED and shape.num_chunks > 1:
+            return cuts, True  # the fullest rank says more than its stages, and it is raised
+        if storing.recompute == MIXED:
+            ladders = {pattern: ladder(work, pattern) for pattern in self.shapes.outline.examples}
+            fitting = best_cuts(seconds, len(step.stage_ranks), more_s=work.again_s(ladders, step, self.shapes.width, self.shapes.limit_bytes))
+        else:
+            fitting = best_cuts(seconds, len(step.stage_ranks), fits)
+        return fitting or cuts, fitting is not None
 
     def _starts(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         numbers = self.shapes.outline.blocks
