@@ -32,7 +32,7 @@ from autoplan.squeeze import Place
 from autoplan.stagework import Work
 
 ENOUGH = 0.005  # the search ends once nothing left can be faster by more
-_DEEP = 256  # blocks, of which ranks of several stages have as many each: the best cut of many alike takes long to find and is no better
+_DEEP = 256  # blocks, of which ranks of several stages have as many each: the best cut of many alike takes long to find and is little better
 _FEW = 32  # cuts of a short model, which are all tried: the slowest stage alone does not say how long a step takes
 _NUM_DEALT = 3  # cuts that deal blocks out evenly
 _NUM_SHIFTS, _NUM_SHIFTED = 6, 4  # times that a block is moved to another rank, and places that are tried for it
@@ -215,7 +215,7 @@ class WorkOut:
                 return results[min(results, key=order)]  # other cuts of as many blocks differ by less
         best = min(results, key=order)
         enough_s = self.shapes.by_recompute(shape)[storing.recompute] * (1 + ENOUGH)
-        for _ in range(_NUM_SHIFTS if len(weights) and shape.num_chunks > 1 and not every else 0):
+        for _ in range(_NUM_SHIFTS if 0 < len(weights) <= _DEEP and shape.num_chunks > 1 and not every else 0):
             before = best
             for moved in (
                 shifted_cuts(best, weights.tolist(), step.stage_ranks)[:_NUM_SHIFTED] if results[best].step_s > enough_s or not results[best].fits else ()
