@@ -290,7 +290,38 @@ def _scattered() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
     return [(target, args, {}, wanted) for target, args, wanted in calls]
 
 
-CALLS += _scattered()
+def _recurrent() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    x, h, states = t(4, 10, 6), t(1, 4, 8), (t(1, 4, 8), t(1, 4, 8))
+
+    def weights(gates: int) -> tuple[T, ...]:
+        return t(8 * gates, 6), t(8 * gates, 8), t(8 * gates), t(8 * gates)
+
+    rest = (True, 1, 0.0, False, False, True)  # biases, one layer, no dropout, evaluation, one direction, rows first
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("aten.lstm.input", (x, states, weights(4), *rest)),
+        ("aten.gru.input", (x, h, weights(3), *rest)),
+        *((f"aten.rnn_{kind}.input", (x, h, weights(1), *rest)) for kind in ("tanh", "relu")),
+        ("aten.lstm_cell.default", (t(4, 6), (t(4, 8), t(4, 8)), *weights(4))),
+        ("aten.gru_cell.default", (t(4, 6), t(4, 8), *weights(3))),
+        *((f"aten.rnn_{kind}_cell.default", (t(4, 6), t(4, 8), *weights(1))) for kind in ("tanh", "relu")),
+    ]
+    return [(target, args, {}, "b") for target, args in calls]
+
+
+def _paired() -> list[tuple[str, tuple[Any, ...], dict[str, Any], str]]:
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("aten.bilinear.default", (t(4, 6), t(4, 8), t(10, 6, 8), t(10)), "b0 o"),
+        ("aten.cdist.default", (t(2, 4, 6), t(2, 10, 6), 2.0, None), "b0 m n"),
+        ("aten.cummax.default", (t(4, 6), 1), "d0"),
+        ("aten.cummin.default", (t(4, 6), 1), "d0"),
+        ("aten.index_put.default", (t(4, 6, 8), (ints(4),), t(4, 6, 8)), "d1 d2"),
+        ("aten.complex.default", (t(4, 6), t(4, 6)), "d0 d1"),
+        ("aten.polar.default", (t(4, 6), t(4, 6)), "d0 d1"),
+    ]
+    return [(target, args, {}, wanted) for target, args, wanted in calls]
+
+
+CALLS += _scattered() + _recurrent() + _paired()
 CALLS += _elementwise() + _reductions() + _shapes() + _spatial() + _losses()
 
 # Rules that no call here can reach, and why.
